@@ -6,7 +6,8 @@ STAMP  := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest
 # Tests that start ranks run one after another, the others beside them: tests/conftest.py. One thread a process: they are many.
-TESTS  := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadscope
+# They cache bytecode even where the environment turns that off: hundreds of interpreters import the same files.
+TESTS  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2 --dist loadscope
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help setup demo test check test-all slurm slurm-packages verify-all bench gpu gpu-wheels format clean
@@ -21,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate datasets lightning peft trl
+	@$(PIP) -c constraints.txt setuptools wheel ninja accelerate datasets lightning peft pytorch-ignite trl
 	@$(PIP) -c constraints.txt --no-build-isolation deepspeed
 	@touch $@
 

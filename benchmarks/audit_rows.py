@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from importlib import metadata
 
 INTRODUCTION = """
-Each row runs a small Llama (rows `router-...`: Mixtral) on two CPU ranks in float32 with rows of
-unequal numbers of supervised tokens (but `trl-wrapped`) and four micro-batches a step (but
-`fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and `shardwright-...`: the
-first) with `Recorder`, and compares it with one process. The definition is the one that users
-expect: the sum over the supervised tokens of the global batch over their number; for DPO the mean
-over its pairs. `residual` is the norm of the difference of all gradients over the norm of the
-recorded ones.
+Each row runs a small Llama (rows `router-...`: Mixtral; `shardwright-ep`: Qwen3-MoE) on two CPU
+ranks in float32 with rows of unequal numbers of supervised tokens (but `trl-wrapped`) and four
+micro-batches a step (but `fsdp2-loop`: one), records the second optimizer step (`fsdp2-loop` and
+`shardwright-...`: the first) with `Recorder`, and compares it with one process. The definition is
+the one that users expect: the sum over the supervised tokens of the global batch over their number;
+for DPO the mean over its pairs. In `trl-wrapped` and the rows of DPO every micro-batch has equally
+many tokens or pairs, so these rows do not show by which number the trainer divides. `residual` is
+the norm of the difference of all gradients over the norm of the recorded ones.
 
 "by design": the trainer divides by the numbers of micro-batches and ranks on purpose, so its step
 is the mean of the micro-batches' means. If all micro-batches have equally many supervised tokens,
@@ -60,6 +61,8 @@ A row says nothing about other settings of the same trainer, nor about GPUs.
 DEFECT = "defect"
 DESIGN = "by design"
 _PACKAGES = ("torch", "transformers")
+_DISTRIBUTIONS = {"ignite": "pytorch-ignite"}
+"""Names of packages in the index, where they are not the module's."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,11 @@ class FindingRow:
     def read_versions(self) -> dict[str, str]:
         """Read the versions of torch, transformers and the packages of this row."""
         names = dict.fromkeys((*_PACKAGES, self.package, *self.others))
-        return {name: metadata.version(name) for name in names if name != "shardwright"}
+        return {
+            name: metadata.version(_DISTRIBUTIONS.get(name, name))
+            for name in names
+            if name != "shardwright"
+        }
 
 
 _ACCELERATE = (
@@ -118,6 +125,10 @@ _DEEPSPEED = (
 _LIGHTNING = (
     "`ClosureResult.from_training_step_output` divides the loss by `accumulate_grad_batches` "
     "(lightning/pytorch/loops/optimization/automatic.py:83), DDP averages over ranks."
+)
+_IGNITE = (
+    "`supervised_training_step` divides the loss by `gradient_accumulation_steps` "
+    "(ignite/engine/__init__.py:132), DDP averages over ranks."
 )
 _OWN_TOKENS = (
     "The option's meaning: `Trainer._get_num_items_in_batch` sums the count over ranks only with "
@@ -135,8 +146,8 @@ _AXOLOTL = (
     "`AxolotlTrainer.__init__` sets `model_accepts_loss_kwargs` to False unless `forward` of the "
     "inner model has a parameter named `num_items_in_batch` (axolotl/core/trainers/base.py:118-131)"
     "; those of transformers take it through `**kwargs` of the outer model. The Trainer then "
-    "averages over the tokens of each micro-batch (transformers/trainer.py:2009) and divides by "
-    "the accumulation (transformers/trainer.py:1963), DDP averages over ranks."
+    "averages over the tokens of each micro-batch (trainer.py:2009 of transformers 5.16.1) and "
+    "divides by the accumulation (there, line 1963), DDP averages over ranks."
 )
 _DEEPSPEED_PLACES = {
     0: "`allreduce_bucket` (deepspeed/runtime/engine.py:3813)",
@@ -355,6 +366,17 @@ ROWS: tuple[FindingRow, ...] = (
         _MEANS,
         DESIGN,
         _LIGHTNING,
+    ),
+    FindingRow(
+        "ignite",
+        "Ignite `create_supervised_trainer`",
+        "ignite",
+        "DDP, `gradient_accumulation_steps=4`, the model's own loss",
+        "ignite_trainer",
+        (),
+        _MEANS,
+        DESIGN,
+        _IGNITE,
     ),
     _build_engine("zero-1", "ZeRO 1", "zero_stage=1,dp_shard=2"),
     _build_engine("zero-3", "ZeRO 3", "zero_stage=3,dp_shard=2"),

@@ -2,10 +2,10 @@
 
     python -m benchmarks.data_rows --data sft/ --out docs/benchmarks/data_rows.json
 
-For every file, packing, layout and assignment of rows, the rates that the planner needs are
-measured, and the first steps of the run, each several times; of a step the fastest repetition on
-the slowest rank counts, as for the rates. Both predictions are compared: that with the rows of
-the data, and that with full rows.
+For every file the rates that the planner needs are measured. For every packing, layout and
+assignment of rows, the first steps of the run are measured, each several times; of a step the
+fastest repetition on the slowest rank counts, as for the rates. Both predictions are compared: that
+with the rows of the data, and that with full rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from benchmarks.conditions import format_rows, read_conditions
 from benchmarks.predicted import build_cpu_cluster, measure_profile
+from shardwright.architecture import ModelShape
 from shardwright.config.recipe_loading import parse_layout, validate_recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
+from shardwright.hardware import MeasuredProfile
 from shardwright.layout import Layout, RankGrid
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
@@ -35,7 +37,7 @@ from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.training_rows import predict_rows
 from shardwright.training.checks.row_lengths import read_training_rows
-from shardwright.training.checks.run_checks import ValidatedRun, validate_run
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
@@ -68,6 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder of the .jsonl files")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--files", nargs="*", help="stems of the files; default all")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--packings", nargs="*", default=["none", "documents"])
@@ -77,20 +80,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, RankPool(timeout_seconds=900.0) as pool:
         folder = Path(name)
         for source in sorted(options.data.glob("*.jsonl")):
+            if options.files and source.stem not in options.files:
+                continue
             records = folder / source.name
             write_completions(source, records)
-            for packing in options.packings:
-                for layout, assignment in product(options.layouts, options.assignments):
-                    document = build_recipe(records, packing, options.sequence_length, folder)
-                    document["layout"] = parse_layout(LAYOUTS[layout])
-                    document["data"]["assignment"] = assignment
-                    row = {"file": source.stem, "packing": packing, "layout": layout}
-                    row |= {"assignment": assignment}
-                    row |= measure_case(document, pool)
-                    rows.append(row)
-                    print(describe(row), flush=True)
-                    content = {"conditions": read_conditions(), "rows": rows}
-                    options.out.write_text(format_rows(content) + "\n", encoding="utf-8")
+            cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
+            for packing, layout, assignment in product(
+                options.packings, options.layouts, options.assignments
+            ):
+                document = build_recipe(records, packing, options.sequence_length, folder)
+                document["layout"] = parse_layout(LAYOUTS[layout])
+                document["data"]["assignment"] = assignment
+                row = {"file": source.stem, "packing": packing, "layout": layout}
+                cases.append((row | {"assignment": assignment}, document))
+            found = measure_profile(
+                [run for _, document in cases for run in list_rate_runs(document)],
+                Layout(dp_replicate=2),
+            )
+            assert found is not None, "the rates could not be measured"
+            for row, document in cases:
+                rows.append(row | measure_case(document, pool, found))
+                print(describe(rows[-1]), flush=True)
+                content = {"conditions": read_conditions(), "rows": rows}
+                options.out.write_text(format_rows(content) + "\n", encoding="utf-8")
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -144,17 +156,17 @@ def build_recipe(records: Path, packing: str, sequence_length: int, folder: Path
     }
 
 
-def measure_case(document: dict[str, Any], pool: RankPool) -> dict[str, Any]:
-    """Measure rates and steps of a case, and predict it."""
+def measure_case(
+    document: dict[str, Any], pool: RankPool, profile: MeasuredProfile
+) -> dict[str, Any]:
+    """Measure the steps of a case, and predict it with measured rates."""
     run = validate_run(validate_recipe(document), 2)
     candidate = build_plan_candidate(run.recipe, run.plan)
-    found = measure_profile(list_rate_runs(run, candidate), Layout(dp_replicate=2))
-    assert found is not None, "the rates could not be measured"
     batch_size = run.plan.batch.global_batch_size
     seconds = sum(max(ranks) for ranks in zip(*pool.run(2, time_steps, document), strict=True))
     rows = read_training_rows(run.recipe, run.shape, run.data, batch_size)
     rows = rows.select_steps(NUM_STEPS, batch_size)
-    cluster = build_cpu_cluster(2, found)
+    cluster = build_cpu_cluster(2, profile)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     predictor = Predictor(get_model_facts(run.shape), cluster, efficiency)
     real = predict_rows(predictor, candidate, rows)
@@ -169,8 +181,10 @@ def measure_case(document: dict[str, Any], pool: RankPool) -> dict[str, Any]:
     }
 
 
-def list_rate_runs(run: ValidatedRun, candidate: Candidate) -> list[Any]:
+def list_rate_runs(document: dict[str, Any]) -> list[tuple[ModelShape, Candidate]]:
     """List the runs for which rates are measured: rows of several lengths."""
+    run = validate_run(validate_recipe(document), 2)
+    candidate = build_plan_candidate(run.recipe, run.plan)
     length = candidate.sequence_length
     return [
         (run.shape, replace(candidate, sequence_length=int(share * length)))

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_low_precision cuda real RESULT.json
     python -m benchmarks.gpu_low_precision cpu tiny RESULT.json
 
-1. Kernels: every product of every recipe against its emulation on the device, with its seconds and
-   those of bf16. The step fails if one differs by more than the limit.
+1. Kernels: every product of every recipe, those of experts too, against its emulation on the
+   device, with its seconds and those of bf16. The step fails if one differs by more than the limit.
 2. Steps: layers of Llama 3 8B with optimizer, in bf16 and every recipe, plain and compiled.
 3. Curves: 200 steps of a small model on the text of Python's standard library, in bf16 with three
    seeds and in every recipe with the first: losses, and elements saturated or flushed to zero.
@@ -36,6 +36,7 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
+from shardwright.model.products.grouped_matmul import multiply_grouped
 from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import ScaledProducts
@@ -52,6 +53,9 @@ LIMIT = 5e-3
 """Largest distance of a kernel's result from the emulation's: results are rounded to bf16 (8 bits)
 and a tensor core may sum with fewer bits than fp32."""
 PRODUCTS = ("compute_output", "compute_input_gradient", "compute_weight_gradient")
+EXPERT_PRODUCTS = ("compute_expert_output", "compute_expert_input_gradient")
+_EXPERT_SHARES = (0.5, 0.0, 0.3, 0.2)
+"""Share of the rows of each expert; the groups begin anywhere."""
 _CALLS = {"cpu": 2, "cuda": 20}
 _SAVED_LOSSES = 20
 """Last losses whose mean is compared."""
@@ -110,11 +114,13 @@ SIZES = {
 }
 
 
-def find_obstacle(recipe: LowPrecisionRecipe, device: torch.device) -> str | None:
+def find_obstacle(
+    recipe: LowPrecisionRecipe, device: torch.device, *, is_grouped: bool = False
+) -> str | None:
     """Return why a recipe has no kernel on a CUDA device; None on a CPU, which emulates."""
     if device.type == "cpu":
         return None
-    return explain_missing_kernel(recipe, describe_device(device))
+    return explain_missing_kernel(recipe, describe_device(device), is_grouped=is_grouped)
 
 
 def compare_kernels(
@@ -129,21 +135,40 @@ def compare_kernels(
         for name, shape in shapes.items()
     }
     x, w, g = (operands[name] for name in "xwg")
-    pairs = {PRODUCTS[0]: (x, w), PRODUCTS[1]: (g, w), PRODUCTS[2]: (g, x)}
+    factors: dict[str, tuple[Tensor, ...]] = {
+        PRODUCTS[0]: (x, w),
+        PRODUCTS[1]: (g, w),
+        PRODUCTS[2]: (g, x),
+    }
     plain: dict[str, Callable[[], Tensor]] = {
         PRODUCTS[0]: lambda: x @ w.t(),
         PRODUCTS[1]: lambda: g @ w,
         PRODUCTS[2]: lambda: g.t() @ x,
     }
+    if recipe != "tensorwise" and find_obstacle(recipe, device, is_grouped=True) is None:
+        experts = torch.stack([w * 2.0**expert for expert in range(len(_EXPERT_SHARES))])
+        counts = [int(share * sizes.tokens) for share in _EXPERT_SHARES]
+        counts[-1] += sizes.tokens - sum(counts)
+        counts_E = torch.tensor(counts, device=device)
+        factors |= {
+            EXPERT_PRODUCTS[0]: (x, experts, counts_E),
+            EXPERT_PRODUCTS[1]: (g, experts, counts_E),
+        }
+        plain |= {
+            EXPERT_PRODUCTS[0]: lambda: multiply_grouped(x, experts, counts_E, transposed=True),
+            EXPERT_PRODUCTS[1]: lambda: multiply_grouped(g, experts, counts_E, transposed=False),
+        }
     emulated = ScaledProducts(PRODUCT_SCALINGS[recipe])
     computed = ScaledProducts(PRODUCT_SCALINGS[recipe], is_emulated=device.type == "cpu")
     result = {}
-    for product, pair in pairs.items():
-        expected = getattr(emulated, product)(*pair).double()
-        found = getattr(computed, product)(*pair).double()
+    for product, operands_of_product in factors.items():
+        expected = getattr(emulated, product)(*operands_of_product).double()
+        found = getattr(computed, product)(*operands_of_product).double()
         result[product] = {
             "distance": float((found - expected).norm() / expected.norm()),
-            "seconds": time_calls(partial(getattr(computed, product), *pair), device),
+            "seconds": time_calls(
+                partial(getattr(computed, product), *operands_of_product), device
+            ),
             "bf16_seconds": time_calls(plain[product], device),
         }
     return result

@@ -97,6 +97,12 @@ def count_tests(junit: str) -> tuple[int, int, int, list[str]]:
     return passed, len(failed), skipped, failed
 
 
+def list_measurements(junit: str) -> list[str]:
+    """List the values that tests have measured."""
+    properties = ElementTree.fromstring(junit).iter("property")
+    return [f"{each.get('name')} {each.get('value')}" for each in properties]
+
+
 def _render_safely(
     render: Callable[[dict[str, Any]], str], result: dict[str, Any] | None
 ) -> list[str]:
@@ -178,7 +184,7 @@ def _summarise(step: dict[str, Any]) -> str:
     if "junit" in result:
         passed, num_failed, skipped, failed = count_tests(result["junit"])
         counts = f"{passed} passed, {num_failed} failed, {skipped} skipped"
-        return "; ".join([counts, *failed[:5]])
+        return "; ".join([counts, *failed[:5], *list_measurements(result["junit"])])
     if "cases" in result:
         text = "; ".join(
             f"{name} {row['tokens_per_second']:,.0f} tokens/s"

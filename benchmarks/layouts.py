@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from benchmarks.allocated import count_resident_bytes, measure_allocated_bytes
 from benchmarks.conditions import format_rows, read_conditions
-from benchmarks.layout_cases import ENTRIES, GLOBAL_BATCH, MICRO_BATCHES, TOKENS, Entry
+from benchmarks.layout_cases import ENTRIES, MICRO_BATCHES, Entry
 from benchmarks.layout_page import render_page
 from benchmarks.predicted import build_cpu_cluster, measure_profile, predict_step
 from shardwright.config.training import OptimizerSection
@@ -78,7 +78,7 @@ def build_layout(entry: Entry) -> float:
     shape = entry.shape
     layout = entry.layout
     with torch.device("meta"):
-        loss = partial(chunked_cross_entropy, chunk_tokens=TOKENS)
+        loss = partial(chunked_cross_entropy, chunk_tokens=entry.batch.sequence_length)
         decoder = Decoder(
             shape, loss_function=loss, compute_dtype=resolve_dtypes(entry.plan.precision).compute
         )
@@ -104,17 +104,18 @@ def build_layout(entry: Entry) -> float:
 
 def _make_micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
     batch = entry.batch
+    num_tokens = batch.sequence_length
     rows = torch.randint(
         0,
         entry.shape.vocab_size,
-        (GLOBAL_BATCH, TOKENS + 1),
+        (batch.global_batch_size, num_tokens + 1),
         generator=torch.Generator().manual_seed(0),
     )
     micro_batches = []
     for number in range(batch.gradient_accumulation_steps):
         first = (number * batch.data_ranks + data_rank) * batch.micro_batch_size
         rows_BT = rows[first : first + batch.micro_batch_size]
-        positions_BT = torch.arange(TOKENS).expand(len(rows_BT), TOKENS)
+        positions_BT = torch.arange(num_tokens).expand(len(rows_BT), num_tokens)
         samples_B = torch.arange(first, first + len(rows_BT))
         micro_batches.append(
             MicroBatch(
@@ -123,7 +124,7 @@ def _make_micro_batches(entry: Entry, data_rank: int) -> list[MicroBatch]:
                 positions_BT,
                 None,
                 samples_B,
-                rows_BT.shape[0] * TOKENS,
+                rows_BT.shape[0] * num_tokens,
             )
         )
     return micro_batches

@@ -5,7 +5,8 @@
 Each run is a process of its own; the contenders take turns, round after round. All train the same
 random model on the same tokens with AdamW, in bf16 with fp32 master weights, on one rank. Between
 the runs of a round fio moves the bytes of our moments with direct I/O. `--folder` holds scratch
-files and DeepSpeed's swap files. DeepSpeed needs g++ and libaio's headers to build its extensions.
+files and DeepSpeed's swap files. DeepSpeed needs ninja, g++ and libaio's headers to build its
+extensions. All start from the same weights, whose values bf16 has.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="137m")
     parser.add_argument("--contender", choices=CONTENDERS, help="run this one and print its JSON")
+    parser.add_argument("--weights", type=Path, help="model folder of the contender")
     options = parser.parse_args()
     if options.contender:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            print(json.dumps(run_contender(options.contender, options.model, Path(folder))))
+            run = run_contender(options.contender, options.weights, Path(folder))
+            print(json.dumps(run))
         return
     runs = run_rounds(options.folder, options.model, options.rounds)
     result = {"conditions": read_conditions(), "config": MODELS[options.model], "runs": runs}
@@ -68,11 +71,14 @@ def main() -> None:
 def run_rounds(folder: Path, model: str, num_rounds: int) -> list[dict[str, Any]]:
     """Run every contender once a round, in turn; a failure is recorded with its last lines."""
     runs: list[dict[str, Any]] = []
+    weights = folder / f"weights-{model}"
+    if not weights.exists():
+        _write_weights(weights, model)
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
     for number in range(num_rounds):
         for contender in CONTENDERS:
             command = [sys.executable, "-m", "benchmarks.offload", "--folder", str(folder)]
-            command += ["--model", model]
+            command += ["--weights", str(weights)]
             done = subprocess.run(
                 [*command, "--contender", contender],
                 capture_output=True,
@@ -92,21 +98,28 @@ def run_rounds(folder: Path, model: str, num_rounds: int) -> list[dict[str, Any]
     return runs
 
 
-def run_contender(contender: str, model: str, folder: Path) -> dict[str, Any]:
+def _write_weights(folder: Path, model: str) -> None:
+    """Write random weights in bf16 values, which all contenders then start from."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**MODELS[model])
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).float().save_pretrained(folder)
+
+
+def run_contender(contender: str, weights: Path, folder: Path) -> dict[str, Any]:
     """Train with one contender in this process; return times of its steps and its memory."""
     import torch
 
-    torch.manual_seed(0)
-    (folder / "config.json").write_text(json.dumps(MODELS[model]))
     case = Case(
         contender,
         0,
         "bf16",
-        str(folder),
+        str(weights),
         world_size=1,
         sequence_length=256,
         micro_batch_size=1,
-        random_weights=True,
     )
     name, _, tier = contender.partition(" ")
     start: Callable[..., Any] = _start_shardwright if name == "shardwright" else _start_deepspeed
@@ -190,14 +203,17 @@ def _start_deepspeed(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
     }  # fmt: skip
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from benchmarks.case import make_tokens, read_model_config, select_batch
     from benchmarks.contenders.with_deepspeed import settings
-    from benchmarks.contenders.with_torch import build_adamw_settings, group_parameters
+    from benchmarks.contenders.with_torch import (
+        build_adamw_settings,
+        group_parameters,
+        load_transformers_model,
+    )
 
     deepspeed.init_distributed(dist_backend="gloo")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.weights_dir)).train()
+    model = load_transformers_model(case).train()
     adamw = build_adamw_settings(case)
     config = settings(case)
     # The optimizer's states can be on NVMe with stage 3 only.
@@ -225,8 +241,12 @@ def _start_deepspeed(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
     return run_step, lambda: {"stage": engine.zero_optimization_stage()}
 
 
-def measure_with_fio(folder: Path, num_bytes: int) -> dict[str, float]:
+def measure_with_fio(
+    folder: Path, num_bytes: int, directions: tuple[str, ...] = ("read", "write")
+) -> dict[str, float]:
     """Read and write this many bytes at once with fio: sequential direct I/O in blocks of ours.
+
+    Files exist and have all their blocks, as scratch files have.
 
     Returns:
         Bytes per second of each direction; the seconds of the slower one.
@@ -234,24 +254,22 @@ def measure_with_fio(folder: Path, num_bytes: int) -> dict[str, float]:
     assert shutil.which("fio"), "install fio"
     size = num_bytes // _BLOCK_BYTES * _BLOCK_BYTES
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        source = Path(name, "source")
-        with source.open("wb") as file:
-            for _ in range(size // _BLOCK_BYTES):
-                file.write(os.urandom(_BLOCK_BYTES))
-            os.fsync(file.fileno())
+        for direction in directions:
+            with Path(name, direction).open("wb") as file:
+                for _ in range(size // _BLOCK_BYTES):
+                    file.write(bytes(_BLOCK_BYTES))
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         common = ["--ioengine=psync", "--direct=1", f"--bs={_BLOCK_BYTES}", f"--size={size}"]
         command = ["fio", "--output-format=json", *common]
-        command += ["--name=read", "--rw=read", f"--filename={source}"]
-        command += ["--name=write", "--rw=write", "--fallocate=posix"]
-        command += [f"--filename={Path(name, 'target')}"]
+        for direction in directions:
+            command += [f"--name={direction}", f"--rw={direction}", "--overwrite=1"]
+            command += [f"--filename={Path(name, direction)}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    read, write = json.loads(done.stdout)["jobs"]
-    return {
-        "num_bytes": size,
-        "read_bytes_per_second": read["read"]["bw_bytes"],
-        "write_bytes_per_second": write["write"]["bw_bytes"],
-        "seconds": max(read["read"]["runtime"], write["write"]["runtime"]) / 1000,
-    }
+    jobs = {job["jobname"]: job[job["jobname"]] for job in json.loads(done.stdout)["jobs"]}
+    rates = {f"{name}_bytes_per_second": job["bw_bytes"] for name, job in jobs.items()}
+    seconds = max(job["runtime"] for job in jobs.values()) / 1000
+    return {"num_bytes": size, "seconds": seconds, **rates}
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:

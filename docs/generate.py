@@ -178,9 +178,9 @@ def render_verbs_page() -> str:
         "Written by `python docs/generate.py` from `shardwright VERB --help`.",
         "",
     ]
-    for name, verb in VERBS.items():
+    for name, summary in VERBS.items():
         command: Any = typer.main.get_command(build_app(name))
-        lines += [f"## {name}", "", verb.summary, ""]
+        lines += [f"## {name}", "", summary, ""]
         lines += list(_render_options(command.commands[name], f"shardwright {name}"))
     return "\n".join(lines).rstrip() + "\n"
 

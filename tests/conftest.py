@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Set before torch is imported. tests/forked.py forks programs only if they have the same value.
+# Set before torch is imported. tests/forked.py forks programs only if they have the same values.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise every process that compiles starts workers of its own, which import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Deadlines fail on a busy machine, not on a slow function. Every run has the same examples, so that
 # a failure points to the change that causes it; `make test-all` (--hypothesis-profile=exploring)

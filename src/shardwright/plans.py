@@ -98,6 +98,8 @@ class Plan:
     """Results that each layer keeps, if the plan chose them; None if the recipe names a kind."""
     pointwise: PointwiseChoice = SEPARATE_FUNCTIONS
     """Functions that norms, gates and rotations call."""
+    async_tensor_parallel_reason: str | None = None
+    """Reason of `layout.async_tensor_parallel: auto`; None if the recipe names the overlap."""
 
     @property
     def shape(self) -> ModelShape:
@@ -128,6 +130,9 @@ class Plan:
         """Return the plan as JSON values for the run folder."""
         stages = self.placement.stages
         context = self.placement.context
+        choice = self.recompute_choice
+        fields = ("precision_reason", "compile_reason", "async_tensor_parallel_reason")
+        reasons = {name: getattr(self, name) for name in fields}
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
             **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),
@@ -135,17 +140,10 @@ class Plan:
             "batch": asdict(self.batch) | {"global_batch_size": self.batch.global_batch_size},
             "precision": self.precision.model_dump(mode="json"),
             "recompute": self.recompute,
-            **(
-                {}
-                if self.recompute_choice is None
-                else {"recompute_choice": self.recompute_choice.as_dict()}
-            ),
-            **(
-                {} if self.precision_reason is None else {"precision_reason": self.precision_reason}
-            ),
+            **({} if choice is None else {"recompute_choice": choice.as_dict()}),
             "compile": self.is_compiled,
-            **({} if self.compile_reason is None else {"compile_reason": self.compile_reason}),
             "fused_pointwise": asdict(self.pointwise),
+            **{name: reason for name, reason in reasons.items() if reason is not None},
         }
 
 
@@ -312,6 +310,8 @@ def _find_compile_obstacle(placement: Placement) -> str | None:
     layout = placement.layout
     if isinstance(placement.shape, HFShape):
         return f"the model runs through transformers' {placement.shape.class_name}"
+    if layout.async_tensor_parallel in ("chunked", "fused"):
+        return "layout.async_tensor_parallel runs outside compiled code"
     if layout.pp > 1 and has_split_backward(layout.schedule):
         return (
             f"layout.schedule {layout.schedule} delays gradients of weights, "
@@ -331,7 +331,7 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     if layout.pp > 1:
         _check_schedule(layout, batch, is_compiled=recipe.model.compile is True)
     elif layout.schedule not in PIPELINE_SCHEDULES:
-        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error all the same
+        load_schedule_file(layout.schedule)  # unused, but a wrong name is an error anyway
     return layout, batch
 
 

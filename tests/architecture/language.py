@@ -14,7 +14,10 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from shardwright.config import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src/shardwright"
@@ -133,6 +136,14 @@ BANNED_IN_TEXT = (
     r"\bmeetings?\b",
     r"\brooms?\b(?! (?:for|in))",
     r"\bwalls?\b(?![- ]?(?:clock|time))",
+    r"\b(?:go|goes|went|going) on\b",
+    r"\ball the same\b(?! \w)",
+    r"\bas ever\b",
+    r"\bstands? still\b",
+    r"\bno more(?=[.;,])",
+    r"\blaid over\b",
+    r"\bsights?\b",
+    r"\btaken? for (?:a|an|one|whole|granted)\b",
 )
 """Regular expressions of phrases that a reader of another project would read twice."""
 
@@ -261,19 +272,22 @@ def list_files(paths: Iterable[Path]) -> Iterator[Path]:
 def check_module(path: Path, text: str) -> Iterator[Violation]:
     """Check the identifiers, docstrings, comments and messages of one Python file."""
     tree = ast.parse(text)
-    yield from check_identifiers(path, tree)
-    yield from check_docstrings(path, tree)
-    yield from check_packed_assignments(path, tree)
+    nodes = list(ast.walk(tree))
+    yield from check_identifiers(path, tree, nodes)
+    yield from check_docstrings(path, nodes)
+    yield from check_packed_assignments(path, nodes)
     for number, line in enumerate(text.splitlines(), start=1):
         if len(line) > LONGEST_LINE:
             yield Violation(path, number, "line over 100 characters", line.strip()[:60])
-    yield from check_text(path, extract_prose(text))
+    prose = list(extract_prose(text))
+    yield from check_text(path, prose)
+    yield from check_references(path, prose)
 
 
-def check_identifiers(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_identifiers(path: Path, tree: ast.Module, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find banned words in bound names, participles as function names, loggers by other names."""
     seen: set[tuple[str, str]] = set()
-    for name, line, kind in iterate_bound_names(tree):
+    for name, line, kind in iterate_bound_names(nodes):
         if (name, kind) in seen or name.strip("_") in EXEMPT_IDENTIFIERS:
             continue
         seen.add((name, kind))
@@ -298,9 +312,9 @@ def is_participle(word: str) -> bool:
     )
 
 
-def iterate_bound_names(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+def iterate_bound_names(nodes: list[ast.AST]) -> Iterator[tuple[str, int, str]]:
     """Yield (name, line, kind) of every class, function, parameter and assigned name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             yield node.name, node.lineno, "class"
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -314,9 +328,9 @@ def iterate_bound_names(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
             yield node.attr, node.lineno, "attribute"
 
 
-def check_docstrings(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_docstrings(path: Path, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find docstrings that open with a question word, or say no more than the name."""
-    for name, line, doc, is_attribute in iterate_docstrings(tree):
+    for name, line, doc, is_attribute in iterate_docstrings(nodes):
         words = re.findall(r"[\w'-]+", doc)
         if not words:
             yield Violation(path, line, "empty docstring", name)
@@ -343,9 +357,9 @@ def stem(word: str) -> str:
     return re.sub(r"(?:ies|es|s|e|ed|ing)$", "", word)
 
 
-def iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str, bool]]:
+def iterate_docstrings(nodes: list[ast.AST]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield (name, line, text, is_attribute) of every docstring, those of attributes included."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         name = getattr(node, "name", "")
@@ -367,9 +381,9 @@ def is_string(node: ast.stmt) -> bool:
     )
 
 
-def check_packed_assignments(path: Path, tree: ast.Module) -> Iterator[Violation]:
+def check_packed_assignments(path: Path, nodes: list[ast.AST]) -> Iterator[Violation]:
     """Find tuple assignments that pack independent statements into one line; swaps may stay."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
             continue
         target = node.targets[0]
@@ -424,6 +438,38 @@ def find_duplicate_classes() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(str(path.relative_to(PACKAGE)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def check_references(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Violation]:
+    """Find references such as `package.module` that name no module, attribute or recipe key."""
+    for number, line in lines:
+        for reference in REFERENCE.findall(line):
+            parts = reference.split(".")
+            is_ours = (PACKAGE / parts[0]).is_dir() and parts[1] != "safetensors"
+            if is_ours and not (resolves(PACKAGE, parts) or parts[1] in list_recipe_keys()):
+                yield Violation(path, number, "reference to nothing", reference)
+
+
+REFERENCE = re.compile(r"`([a-z_]+(?:\.[A-Za-z_]\w*)+)(?:\(\))?`")
+
+
+def resolves(folder: Path, parts: list[str]) -> bool:
+    """True if the parts lead from a folder to a package, a module, or a name in one."""
+    if not parts:
+        return True
+    if (folder / parts[0]).is_dir():
+        return resolves(folder / parts[0], parts[1:])
+    module, names = folder / f"{parts[0]}.py", parts[1:]
+    if not module.is_file():
+        module, names = folder / "__init__.py", parts
+    return not names or (module.is_file() and names[0] in re.findall(r"\w+", module.read_text()))
+
+
+@cache
+def list_recipe_keys() -> set[str]:
+    """List the keys of all sections of a recipe."""
+    sections = Recipe.model_json_schema()["$defs"].values()
+    return {key for section in sections for key in section.get("properties", {})}
 
 
 def main(arguments: list[str]) -> int:

@@ -29,6 +29,9 @@ def test_public_class_names_are_unique() -> None:
         ('def read_file(x):\n    """Read the file."""\n', "docstring restates the name"),
         ('SIZE = 1\n"""Of this rank."""\n', "attribute docstring is a bare preposition phrase"),
         ("# a model is cut over ranks\n", "banned phrase 'is cut'"),
+        ("# the run goes on\n", "banned phrase 'goes on'"),
+        ("# see `report.no_such_module`\n", "reference to nothing"),
+        ("# see `report.charts.no_such_name`\n", "reference to nothing"),
         ("a, b = 1, 2\n", "packed tuple assignment"),
         ("import logging\nlog = logging.getLogger(__name__)\n", "logger not called `logger`"),
         (f"x = '{'a' * 100}'\n", "line over 100 characters"),
@@ -46,5 +49,6 @@ def test_plain_code_and_fixed_names_pass(tmp_path: Path) -> None:
         "import logging\n\nlogger = logging.getLogger(__name__)\n\n\n"
         'def split_rows(overlong):\n    """Return `cut` or drop, as `overlong: cut` says."""\n'
         "    left, right = overlong\n    left, right = right, left\n    return left\n"
+        "# `report.charts.build_charts`, `schedule.Schedule`, `training.max_steps`\n"
     )
     assert not list(language.find_violations([path]))

@@ -5,19 +5,28 @@ NCCL's buffers are smaller than the messages, so that a send completes only when
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from shardwright.architecture import read_config
 from shardwright.config import Recipe
+from shardwright.model.mlp import FeedForward
+from shardwright.parallel.pipelined_products import PipelinedProducts
+from shardwright.parallel.tensor_parallel import TensorParallel
 from shardwright.schedule import PIPELINE_SCHEDULES
 from shardwright.training.run import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 DEVICE = "cuda"
+OVERLAPS: tuple[Literal["none", "chunked", "fused"], ...] = ("none", "chunked", "fused")
 ROWS = 8
 """Rows of a step, which the layouts divide into micro-batches of one row."""
 NUM_STEPS = 6
@@ -44,6 +53,9 @@ DENSE_LAYOUTS: list[dict[str, Any]] = [
     *({"dp_shard": 2, "zero_stage": stage} for stage in (1, 2, 3)),
     {"tp": 2, "sequence_parallel": True},
     {"tp": 2, "sequence_parallel": False},
+    {"tp": 2, "async_tensor_parallel": "chunked"},
+    {"tp": 2, "sequence_parallel": False, "async_tensor_parallel": "chunked"},
+    {"tp": 2, "async_tensor_parallel": "fused"},
     *({"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")),
     *({"pp": ranks, "schedule": name} for ranks in (2, 4) for name in PIPELINE_SCHEDULES),
     {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
@@ -155,6 +167,61 @@ def test_losses_equal_those_of_one_gpu(
     expected = request.getfixturevalue("one_gpu_losses")[config["model_type"]]
     loss = train_recipe(build_recipe(tmp_path, config, layout), layout)
     assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def measure_feed_forward(rank: int, folder: Path) -> None:
+    """Time a feed-forward layer of the Llama-3-8B shape on two ranks, and compare gradients."""
+    torch.cuda.set_device(rank)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336 // 2, "vocab_size": 64}
+    torch.manual_seed(rank)
+    layer = FeedForward(read_config(CONFIG | sizes)).to("cuda", torch.bfloat16)
+    x = torch.randn(1, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected: Tensor | None = None
+    results = {}
+    for overlap in OVERLAPS:
+        pipeline = None if overlap == "none" else PipelinedProducts(group, overlap, True)
+        tensor_parallel = TensorParallel(group, True, pipeline)
+
+        def step(tensor_parallel: TensorParallel = tensor_parallel) -> Tensor:
+            output = layer(x, tensor_parallel)
+            inputs = [x, *layer.parameters()]
+            return torch.autograd.grad(output.float().square().sum(), inputs)[0]
+
+        gradient = step()
+        expected = gradient if expected is None else expected
+        distance = float((gradient - expected).abs().max() / expected.abs().max())
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        dist.barrier()
+        events[0].record()
+        for _ in range(20):
+            step()
+        events[1].record()
+        torch.cuda.synchronize()
+        results[overlap] = (events[0].elapsed_time(events[1]) / 20, distance)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def test_speed_of_overlapped_tensor_parallelism(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The page of `make gpu` shows the times: 8,192 tokens, forward and backward pass."""
+    skip_without_gpus(2)
+    monkeypatch.delenv("NCCL_BUFFSIZE")
+    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
+    torch.multiprocessing.spawn(measure_feed_forward, (tmp_path,), nprocs=2)
+    for overlap, (milliseconds, distance) in json.loads(
+        (tmp_path / "results.json").read_text()
+    ).items():
+        record_property(f"async_tensor_parallel: {overlap}", f"{milliseconds:.3f} ms")
+        assert distance < 0.02
 
 
 @pytest.mark.parametrize(

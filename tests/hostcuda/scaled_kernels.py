@@ -142,7 +142,7 @@ def _multiply_groups(
     contraction_dim: tuple[int, ...] = (),
     use_fast_accum: bool = False,
 ) -> Tensor:
-    assert recipe_a == recipe_b == [_ROW], "no other grouped kernel is in every build"
+    assert recipe_a == recipe_b
     assert offs is not None
     assert offs.dtype == torch.int32
     # Version 1 of the operator has the checks for CUDA; version 2 has none without a device.
@@ -161,10 +161,23 @@ def _multiply_groups(
     out_MN = torch.empty(checked.shape, dtype=checked.dtype, device=left_MK.device)
     ends = list((ctypes.c_int32 * offs.numel()).from_address(offs.data_ptr()))
     assert ends[-1] == left_MK.shape[0]
-    left = left_MK.float() * scale_a[0][:, None]
-    right = right_EKN.float() * scale_b[0][:, None]
+    num_summed, num_columns = right_EKN.shape[1:]
+    first_tile_row = 0
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        out_MN[start:end] = (left[start:end] @ right[expert]).to(checked.dtype)
+        left = left_MK[start:end].float()
+        right = right_EKN[expert].float()
+        if recipe_a == [_ROW]:
+            left_scales = scale_a[0][start:end, None]
+            right_scales = scale_b[0][expert, None]
+        else:
+            assert recipe_a == [_ROW_32], "torch has no other grouped kernel for 8 bits"
+            assert swizzle_a == swizzle_b == [_SWIZZLED]
+            # As MSLK's kernel: the scales of an expert begin with a tile.
+            own_scales = scale_a[0].flatten()[first_tile_row * scale_a[0].shape[1] :]
+            left_scales = _expand_scales(own_scales, _ROW_32, end - start, num_summed)
+            right_scales = _expand_scales(scale_b[0][expert], _ROW_32, num_columns, num_summed).t()
+            first_tile_row += -(-(end - start) // 128) * 128
+        out_MN[start:end] = ((left * left_scales) @ (right * right_scales)).to(checked.dtype)
     return out_MN
 
 

@@ -13,11 +13,8 @@ from tests.hostcuda.library import find_obstacle
 
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
-SESSIONS = {
-    "all tests": [ON_DEVICE],
-    # Ranks that a launcher starts have no device; `test_runs_over_nccl.py` has it.
-    "GPU tests": ["tests/gpu", "-m", "gpu", "--ignore-glob=tests/gpu/*_on_nccl.py"],
-}
+# Ranks that a launcher starts have no device; `test_runs_over_nccl.py` has it.
+SESSION = [ON_DEVICE, "tests/gpu", "--ignore-glob=tests/gpu/*_on_nccl.py", "-m", "not long"]
 LONG_SESSIONS = {
     "all families, optimizers and axes": [f"{ON_DEVICE}/test_rehearsed_step.py", "-m", "long"],
     "other long tests": [
@@ -27,9 +24,8 @@ LONG_SESSIONS = {
 
 
 @pytest.mark.timeout(900)  # the longest takes two minutes on an idle machine
-@pytest.mark.parametrize("name", SESSIONS)
-def test_the_session_passes_on_the_test_device(name: str) -> None:
-    run_session(["-m", "not long", *SESSIONS[name]], timeout_seconds=850)
+def test_the_session_passes_on_the_test_device() -> None:
+    run_session(SESSION, timeout_seconds=850)
 
 
 @pytest.mark.long
@@ -40,7 +36,7 @@ def test_the_long_session_passes_on_the_test_device(name: str) -> None:
 
 
 def run_session(arguments: list[str], *, timeout_seconds: float) -> None:
-    """Run pytest with the test device; the last `-m` of the arguments selects the tests."""
+    """Run pytest with the test device."""
     obstacle = find_obstacle()
     if obstacle is not None:
         pytest.skip(obstacle)

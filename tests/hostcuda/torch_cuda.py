@@ -194,6 +194,8 @@ def install(library: ctypes.CDLL) -> None:
     _C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     _C._set_cached_tensors_enabled = lambda enabled: None
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment, unused-ignore]
+    flags = "CXX_FLAGS= -DUSE_MSLK"
+    torch.__config__.show = lambda: flags  # type: ignore[assignment, unused-ignore]
     _C._set_only_lift_cpu_tensors(True)  # or torch.tensor under a fake mode asks for CUDA
     _install_resize(library)
 

@@ -56,6 +56,8 @@ DENSE: dict[str, Any] = {
 }
 WIDE = DENSE | {"hidden_size": 128, "head_dim": 64}
 """Every width is a multiple of 128."""
+BROAD = DENSE | {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+"""Half of each matrix but keys and values is whole blocks of 128."""
 SPARSE = DENSE | {
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 64,
@@ -65,6 +67,7 @@ SPARSE = DENSE | {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.0,
 }
+BROAD_SPARSE = SPARSE | {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128}
 
 _NEGATIVE_ZERO = 0x80
 _FP64_NOISE = 1e-14

@@ -208,21 +208,33 @@ def test_the_trainer_of_transformers_equals_one_process(
     assert "loss" in {finding.quantity for finding in report.findings}
 
 
-def record_own_norm(folder: str) -> None:
-    """Record an FSDP2 step that reports the norm of one rank's shards."""
+def record_own_norm(folder: str, kind: str) -> None:
+    """Record an FSDP2 step whose norm covers one rank's shards only, of all or of some parameters.
+
+    The square of a rank counts where the name contains `kind`.
+    """
     model = runpy.run_path(str(EXAMPLES / "fsdp2_loop.py"))["build_model"]()
     ids = torch.arange(12).view(1, 12) + dist.get_rank()
     recorder = Recorder(folder)
     with recorder.record_step(model):
         model(input_ids=ids, labels=ids).loss.backward()
-        squares = [p.grad.to_local().square().sum() for p in model.parameters()]
-        recorder.report(gradient_norm=torch.stack(squares).sum().sqrt())
+        total = torch.zeros(())
+        for name, parameter in model.named_parameters():
+            whole = parameter.grad.full_tensor().square().sum()
+            total += parameter.grad.to_local().square().sum() if kind in name else whole
+        recorder.report(gradient_norm=total.sqrt())
 
 
-def test_the_norm_of_own_shards_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, record_own_norm, str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "subject"),
+    [("", "gradient norm"), ("mlp", "gradient norm, feed-forward projections")],
+)
+def test_the_norm_of_own_shards_is_named(
+    ranks: RankPool, tmp_path: Path, kind: str, subject: str
+) -> None:
+    ranks.run(2, record_own_norm, str(tmp_path), kind)
     report = check_recorded_step(tmp_path)
-    assert [diagnosis.keys for diagnosis in report.diagnoses] == [("own_norm_reported",)]
+    assert [(d.keys, d.subject) for d in report.diagnoses] == [(("own_norm_reported",), subject)]
     assert all(parameter.passed for parameter in report.parameters)
 
 

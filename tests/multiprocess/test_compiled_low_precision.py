@@ -15,6 +15,7 @@ from tests.compiled_graphs import GraphCounter
 from tests.counted_operands import CountedOperands, record_counted_operands
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.scaled_operands import (
+    BROAD,
     DENSE,
     SPARSE,
     WIDE,
@@ -34,6 +35,7 @@ LONG = {
     "mxfp8-zero3": (DENSE, "mxfp8", Layout(dp_shard=2, zero_stage=3), "full"),
     "mxfp8-experts-tp": (SPARSE, "mxfp8", Layout(tp=2), "selective"),
     "blockwise-zero2": (WIDE, "blockwise", Layout(dp_shard=2, zero_stage=2), "selective"),
+    "blockwise-zero3": (BROAD, "blockwise", Layout(dp_shard=2, zero_stage=3), "full"),
     "nvfp4-tp": (DENSE, "nvfp4", Layout(tp=2), "selective"),
     "nvfp4-zero3": (DENSE, "nvfp4", Layout(dp_shard=2, zero_stage=3), "full"),
     "nvfp4-experts-ep": (SPARSE, "nvfp4", Layout(dp_shard=2, ep=2, zero_stage=2), "none"),

@@ -71,25 +71,14 @@ def list_failures(report: VerificationReport) -> list[Any]:
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
+        # experts on every rank
         (MIXTRAL, Layout(), CAPACITY),
         (MIXTRAL, Layout(dp_replicate=2), LOSSES),
         (MIXTRAL, Layout(dp_shard=2, zero_stage=3), CAPACITY),
         (GPT_OSS, Layout(dp_shard=2, zero_stage=1), LOSSES),
         (DEEPSEEK, Layout(dp_shard=2, zero_stage=2), LOSSES),
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), PLAIN),
-    ],
-    ids=str,
-)
-def test_experts_on_every_rank(
-    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
-) -> None:
-    report = verify_layout(ranks, config, layout, case)
-    assert report.passed, list_failures(report)
-
-
-@pytest.mark.parametrize(
-    ("config", "layout", "case"),
-    [
+        # sharded experts
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES),
@@ -98,10 +87,27 @@ def test_experts_on_every_rank(
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
         (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE),
+        # context parallelism
+        (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
+        (DEEPSEEK, Layout(cp=2, ep=2, cp_method="ring"), LOSSES),
+        (GPT_OSS, Layout(cp=2, ep=2, zero_stage=3, cp_method="ring"), CAPACITY),
+        (MIXTRAL, Layout(dp_replicate=2, cp=2, ep=2, cp_method="all_gather"), CAPACITY),
+        # pipelines
+        (DEEPSEEK, Layout(pp=2), VerificationCase(4, "none", router_losses=True)),
+        (
+            MIXTRAL,
+            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"),
+            VerificationCase(4, "full", router_losses=True),
+        ),
+        # tensor parallelism
+        (GPT_OSS, Layout(tp=2), CAPACITY),
+        (DEEPSEEK, Layout(tp=2, sequence_parallel=False), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), LOSSES),
+        (GPT_OSS, Layout(dp_shard=2, ep=2, tp=2, zero_stage=1, sequence_parallel=False), LOSSES),
     ],
     ids=str,
 )
-def test_sharded_experts(
+def test_experts_equal_one_process(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
     report = verify_layout(ranks, config, layout, case)
@@ -127,23 +133,6 @@ def test_experts_wrapped_separately(
     ranks: RankPool, layout: Layout, case: VerificationCase
 ) -> None:
     report = verify_layout(ranks, GPT_OSS, layout, case, wrap_experts_separately)
-    assert report.passed, list_failures(report)
-
-
-@pytest.mark.parametrize(
-    ("config", "layout", "case"),
-    [
-        (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
-        (DEEPSEEK, Layout(cp=2, ep=2, cp_method="ring"), LOSSES),
-        (GPT_OSS, Layout(cp=2, ep=2, zero_stage=3, cp_method="ring"), CAPACITY),
-        (MIXTRAL, Layout(dp_replicate=2, cp=2, ep=2, cp_method="all_gather"), CAPACITY),
-    ],
-    ids=str,
-)
-def test_experts_under_context_parallelism(
-    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
-) -> None:
-    report = verify_layout(ranks, config, layout, case)
     assert report.passed, list_failures(report)
 
 
@@ -247,39 +236,3 @@ def test_shared_experts_overlap_with_the_exchange(
     backward = ["issue", "wait", "issue", "shared", "wait"]
     for log in ranks.run(2, record_order, zero_stage, is_compiled):
         assert log == [*forward, "backward", *backward]
-
-
-@pytest.mark.parametrize(
-    ("config", "layout", "case"),
-    [
-        (DEEPSEEK, Layout(pp=2), VerificationCase(4, "none", router_losses=True)),
-        (
-            MIXTRAL,
-            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"),
-            VerificationCase(4, "full", router_losses=True),
-        ),
-    ],
-    ids=str,
-)
-def test_experts_in_a_pipeline(
-    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
-) -> None:
-    report = verify_layout(ranks, config, layout, case)
-    assert report.passed, list_failures(report)
-
-
-@pytest.mark.parametrize(
-    ("config", "layout", "case"),
-    [
-        (GPT_OSS, Layout(tp=2), CAPACITY),
-        (DEEPSEEK, Layout(tp=2, sequence_parallel=False), LOSSES),
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), LOSSES),
-        (GPT_OSS, Layout(dp_shard=2, ep=2, tp=2, zero_stage=1, sequence_parallel=False), LOSSES),
-    ],
-    ids=str,
-)
-def test_experts_under_tensor_parallelism(
-    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
-) -> None:
-    report = verify_layout(ranks, config, layout, case)
-    assert report.passed, list_failures(report)

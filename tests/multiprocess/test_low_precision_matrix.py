@@ -55,6 +55,7 @@ DENSE_LAYOUTS = {
     "ring-zb_h1": (Layout(cp=2, pp=2, cp_method="ring", schedule="zb_h1"), 4),
 }
 SPARSE_LAYOUTS = {
+    "zero3": (Layout(dp_shard=2, zero_stage=3), 1),
     "ep-zero1": (Layout(dp_shard=2, ep=2, zero_stage=1), 2),
     "ep-zero2": (Layout(dp_shard=2, ep=2, zero_stage=2), 1),
     "ep-zero3": (Layout(dp_shard=2, ep=2, zero_stage=3), 1),

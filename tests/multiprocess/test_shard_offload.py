@@ -21,6 +21,7 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RankFailed
 from shardwright.offload import ShardOffload
+from shardwright.parallel.sharded_weights import list_parameter_groups
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients
@@ -28,7 +29,7 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 from tests.multiprocess.test_offload import build_recipe
 from tests.multiprocess.test_parameter_offload import read_all_checkpoints
-from tests.multiprocess.test_trained_offload import DEEP
+from tests.multiprocess.test_trained_offload import ACCUMULATED, DEEP
 
 RESIDENT = ("offload.optimizer=none", "offload.parameters=none")
 ON_DISK = ("offload.optimizer=disk", "offload.parameters=disk", "offload.buffer_bytes=8192")
@@ -157,10 +158,11 @@ def test_a_gradient_that_left_before_it_was_complete_is_an_error(
         assert error.startswith("model.layers.3.")
 
 
-def count_present(recipe: Recipe) -> tuple[int, int]:
-    """Return the most bytes of shards, and the most gradients of matrices, that are on this rank's
-    device when a block begins its forward pass or ends its backward pass."""
-    validated_run = validate_run(recipe, 2)
+def count_present(recipe: Recipe, world_size: int) -> tuple[int, ...]:
+    """Return the most bytes of shards, the most gradients of matrices, and the most sums over
+    replicas that FSDP2 keeps, on this rank's device when a block begins its forward pass or ends
+    its backward pass."""
+    validated_run = validate_run(recipe, world_size)
     state = build_state(validated_run, torch.device("cpu"))
     model = state.model
     offload = state.weight_offload
@@ -169,6 +171,7 @@ def count_present(recipe: Recipe) -> tuple[int, int]:
     batches = read_step_micro_batches(
         validated_run.data.train, order, validated_run.plan.batch, 0, torch.distributed.get_rank()
     )
+    groups = [group for module in model.fsdp_modules for group in list_parameter_groups(module)]
     present = []
 
     def count(*_: Any) -> None:
@@ -177,28 +180,42 @@ def count_present(recipe: Recipe) -> tuple[int, int]:
             for name, parameter in model.named_parameters()
             if parameter.grad is not None and name in offload.names
         ]
-        present.append((offload.count_device_bytes(), len(gradients)))
+        num_sums = sum(group._all_reduce_state is not None for group in groups)
+        present.append((offload.count_device_bytes(), len(gradients), num_sums))
 
     for block in model.decoder.blocks:
         block.register_forward_pre_hook(count)
         block.register_full_backward_hook(count)
     accumulate_gradients(model, batches, seed=0, step=0)
     offload.close()
-    assert len(present) == 2 * 2 * len(model.decoder.blocks)
-    return max(item[0] for item in present), max(item[1] for item in present)
+    assert len(present) == 2 * len(batches) * len(model.decoder.blocks)
+    return tuple(max(values) for values in zip(*present, strict=True))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    ("stage", "num_replicas"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.long),
+        (2, 1),
+        pytest.param(3, 2, marks=pytest.mark.long),
+    ],
+)
 def test_the_device_has_the_shards_of_two_blocks(
-    ranks: RankPool, tmp_path: Path, stage: int
+    ranks: RankPool, tmp_path: Path, stage: int, num_replicas: int
 ) -> None:
     sections = {
         "model": {"config": DEEP | {"num_hidden_layers": 8}},
-        "layout": {"dp_shard": 2, "zero_stage": stage},
+        "layout": {"dp_shard": 2, "zero_stage": stage, "dp_replicate": num_replicas},
         "offload": {"optimizer": "disk", "parameters": "disk"},
     }
+    if num_replicas > 1:  # sums of several micro-batches stay
+        sections["training"] = ACCUMULATED | {"gradient_accumulation_steps": 1}
     recipe = build_recipe(tmp_path, sections)
-    validate_run(recipe, 2)  # tokenises once
-    for present_bytes, num_gradients in ranks.run(2, count_present, recipe):
+    world_size = 2 * num_replicas
+    validate_run(recipe, world_size)  # tokenises once
+    for present_bytes, num_gradients, num_sums in ranks.run(
+        world_size, count_present, recipe, world_size
+    ):
         assert 0 < present_bytes <= 2 * BLOCK_BYTES // 2
-        assert num_gradients <= 3 * 7 * (stage == 2)
+        assert num_gradients <= 3 * 7 * (stage > 1)
+        assert num_sums <= 3 * (num_replicas > 1)

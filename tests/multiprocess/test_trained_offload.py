@@ -94,6 +94,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3, "wrap_blocks": 2},
         "training": ACCUMULATED,
     },
+    "hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}},
+    "hsdp, accumulated": {
+        "layout": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2},
+        "precision": "bf16",
+        "training": ACCUMULATED,
+    },
     "interleaved x zero2": {
         "layout": {
             "pp": 2,
@@ -111,15 +117,15 @@ WORLD_SIZES |= {"zero1": 2, "zero1, accumulated": 2, "zero2": 2, "zero3": 2, "ze
 WORLD_SIZES |= {"zero3 by twos": 2, "zero3, frozen": 2, "zero3 over 3": 3, "cp2 x zero2": 2}
 WORLD_SIZES |= {"tp2 x zero3": 4, "ep2 x zero1": 2, "ep2 x zero3": 4}
 WORLD_SIZES |= {"pp2 x zero1": 4, "pp2 x zero3": 4, "interleaved x zero2": 4}
-WORLD_SIZES |= {"pp2 x zero3 by twos": 4}
+WORLD_SIZES |= {"pp2 x zero3 by twos": 4, "hsdp": 4, "hsdp, accumulated": 4}
 SHORT = (
-    ("one rank", "adamw"),
-    ("sparse", "adamw_8bit"),
-    ("zero0", "adamw"),
-    ("tp2", "sgd"),
+    ("one rank", "sgd"),
+    ("sparse", "muon"),
+    ("zero0", "adafactor"),
+    ("tp2", "muon"),
     ("pp2", "adamw"),
-    ("zero1", "adamw_8bit"),
-    ("zero3", "adamw"),
+    ("zero3", "adafactor"),
+    ("hsdp", "adamw_8bit"),
 )
 
 
@@ -180,7 +186,7 @@ def find_differences(recipe: Recipe, world_size: int) -> list[str]:
     [
         pytest.param(name, rule, marks=[] if (name, rule) in SHORT else pytest.mark.long)
         for name in LAYOUTS
-        for rule in ("adamw", "adamw_8bit", "sgd")
+        for rule in RULES
     ],
 )
 def test_five_steps_have_the_bits_of_resident_weights(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.convert.emit import emit
+from shardwright.convert.conversion import emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.plans import resolve_degrees
 

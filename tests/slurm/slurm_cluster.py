@@ -17,7 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-COMMANDS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "ip", "nsenter", "unshare")
+from tests import network_hosts
+from tests.network_hosts import NetworkHosts, build_path
+
+COMMANDS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 CONTROLLER = "ctl"
 CPU_NODES = ("cpu0", "cpu1")
 GPU_NODES = ("gpu0", "gpu1")
@@ -26,16 +29,14 @@ _ADDRESSES = {CONTROLLER: "10.95.3.254"} | {
     name: f"10.95.3.{number}" for number, name in enumerate((*CPU_NODES, *GPU_NODES), start=1)
 }
 _FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE")
-_ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
-"""Shell that gives a process the host name and the host table of its node."""
 
 
 def find_obstacle() -> str | None:
     """Return why no cluster can start here; None if one can."""
-    missing = [name for name in COMMANDS if shutil.which(name, path=_build_path()) is None]
+    missing = [name for name in COMMANDS if shutil.which(name, path=build_path()) is None]
     if missing:
         return f"Slurm is absent ({', '.join(missing)}): make slurm-packages"
-    return None if os.geteuid() == 0 else "network namespaces need root"
+    return network_hosts.find_obstacle()
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class SlurmCluster:
     folder: Path
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
+    @property
+    def hosts(self) -> NetworkHosts:
+        """Hosts of the controller and the nodes."""
+        return NetworkHosts(self.folder, _ADDRESSES, CONTROLLER)
+
     def start(self) -> None:
         """Create the namespaces and start the daemons; return when all nodes are idle.
 
@@ -64,10 +70,7 @@ class SlurmCluster:
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir()
         self._write_configuration()
-        try:
-            self._create_network()
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"no network namespaces: {error.stderr.decode().strip()}") from error
+        self.hosts.create()
         self.start_daemon(CONTROLLER)
         for node in (*CPU_NODES, *GPU_NODES):
             self.start_daemon(node)
@@ -78,17 +81,14 @@ class SlurmCluster:
         """End every process of the cluster and remove its namespaces."""
         for name in reversed(list(self.daemons)):
             self.kill_node(name)
-        for name in _ADDRESSES:
-            subprocess.run(
-                ["ip", "netns", "delete", self._namespace(name)], capture_output=True, check=False
-            )
+        self.hosts.delete()
 
     def run(
         self, *command: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> str:
         """Run a command on the controller's host; return its output."""
         completed = subprocess.run(
-            self._enter(CONTROLLER, *command),
+            self.hosts.build_command(CONTROLLER, *command),
             capture_output=True,
             text=True,
             env=self._build_environment() | dict(environment or {}),
@@ -109,7 +109,7 @@ class SlurmCluster:
         )
         with open(self.folder / "log" / f"{name}.out", "ab") as log:
             self.daemons[name] = subprocess.Popen(
-                self._enter(name, *command),
+                self.hosts.build_command(name, *command),
                 stdout=log,
                 stderr=log,
                 env=self._build_environment(),
@@ -118,15 +118,7 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """Kill all processes of a node at once, as a power failure does."""
-        listing = subprocess.run(
-            ["ip", "netns", "pids", self._namespace(name)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for word in listing.stdout.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(word), signal.SIGKILL)
+        self.hosts.kill(name)
         self.daemons[name].wait()
 
     def kill_rank(self, job: str, rank: int) -> None:
@@ -176,11 +168,6 @@ class SlurmCluster:
         return self.read_job(job)
 
     def _write_configuration(self) -> None:
-        hosts = [
-            "127.0.0.1 localhost",
-            *(f"{address} {name}" for name, address in _ADDRESSES.items()),
-        ]
-        (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
         settings = {
             "ClusterName": "test",
             "SlurmctldHost": f"{CONTROLLER}({_ADDRESSES[CONTROLLER]})",
@@ -230,35 +217,9 @@ class SlurmCluster:
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(gpus) + "\n")
 
-    def _create_network(self) -> None:
-        """Create a namespace per host; a bridge in the controller's joins them."""
-        for name in _ADDRESSES:
-            _ip("netns", "add", self._namespace(name))
-            _ip("-n", self._namespace(name), "link", "set", "lo", "up")
-        controller = self._namespace(CONTROLLER)
-        _ip("-n", controller, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", controller, "address", "add", f"{_ADDRESSES[CONTROLLER]}/24", "dev", "bridge")
-        _ip("-n", controller, "link", "set", "bridge", "up")
-        for name in (*CPU_NODES, *GPU_NODES):
-            node = self._namespace(name)
-            peer = ["peer", "name", "eth0", "netns", node]
-            _ip("-n", controller, "link", "add", name, "type", "veth", *peer)
-            _ip("-n", controller, "link", "set", name, "master", "bridge", "up")
-            _ip("-n", node, "address", "add", f"{_ADDRESSES[name]}/24", "dev", "eth0")
-            _ip("-n", node, "link", "set", "eth0", "up")
-
-    def _enter(self, name: str, *command: str) -> list[str]:
-        hosts = str(self.folder / "hosts")
-        inside = ["unshare", "--uts", "--mount", "sh", "-c", _ENTER, name, hosts, *command]
-        # `ip netns exec` would hide the control groups, without which slurmd does not start.
-        return ["nsenter", f"--net=/run/netns/{self._namespace(name)}", *inside]
-
-    def _namespace(self, name: str) -> str:
-        return f"shardwright-{os.getpid()}-{name}"
-
     def _build_environment(self) -> dict[str, str]:
         return os.environ | {
-            "PATH": _build_path(),
+            "PATH": build_path(),
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
 
@@ -281,12 +242,3 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end, f"not in {seconds} s: {describe() if describe else ''}"
         time.sleep(0.2)
-
-
-def _build_path() -> str:
-    """Return PATH with the folders of the daemons, which only root has."""
-    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)

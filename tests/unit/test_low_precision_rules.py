@@ -14,7 +14,7 @@ from shardwright.config.low_precision import FP8Section, NVFP4Section
 from shardwright.config.model import ModelSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
-from shardwright.convert.emit import emit
+from shardwright.convert.conversion import emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.doctor.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
@@ -288,7 +288,12 @@ def test_devices_with_kernels_are_used(recipe: str, device: KernelDevice) -> Non
 
 @pytest.mark.parametrize(
     ("recipe", "device", "config"),
-    [("mxfp8", B200, SPARSE), ("rowwise", RTX_5090, SPARSE), ("rowwise", MI300X, SPARSE)],
+    [
+        ("mxfp8", replace(B200, has_grouped_blocks=False), SPARSE),
+        ("mxfp8", replace(B200, capability=(10, 3)), SPARSE),
+        ("rowwise", RTX_5090, SPARSE),
+        ("rowwise", MI300X, SPARSE),
+    ],
 )
 def test_experts_need_a_grouped_kernel(
     recipe: str, device: KernelDevice, config: dict[str, Any]
@@ -297,13 +302,14 @@ def test_experts_need_a_grouped_kernel(
         check_low_precision_kernels(plan(config, Layout(), recipe=recipe), device)
     for grouped in (H100, B200):
         check_low_precision_kernels(plan(config, Layout()), grouped)
+    check_low_precision_kernels(plan(config, Layout(), recipe="mxfp8"), B200)
 
 
 def test_kernels_refuse_experts_and_sizes() -> None:
     check_low_precision_kernels(plan(DENSE, Layout()), H100)
     check_low_precision_kernels(plan(DENSE, Layout(), recipe="tensorwise"), L40)
     with pytest.raises(RecipeError, match=r"targets: \[.attention., .mlp.\]"):
-        check_low_precision_kernels(plan(SPARSE, Layout(), recipe="mxfp8"), B200)
+        check_low_precision_kernels(plan(SPARSE, Layout(), recipe="rowwise"), RTX_5090)
     with pytest.raises(RecipeError, match=r"nvfp4\.targets: torch has no grouped kernel.*experts"):
         check_low_precision_kernels(plan(SPARSE, Layout(), recipe="nvfp4"), B200)
     uneven = DENSE | {"intermediate_size": 80}

@@ -26,31 +26,3 @@ from shardwright.architecture.parameter_spec import (
     ZerosInit,
 )
 from shardwright.architecture.shape_reduction import shrink_model
-
-__all__ = [
-    "INERT_FIELDS",
-    "MODEL_FAMILIES",
-    "OFF_FIELDS",
-    "Activation",
-    "AdapterShape",
-    "ExpertShape",
-    "HFClassInit",
-    "HFShape",
-    "LatentShape",
-    "LayerShape",
-    "ModelShape",
-    "NormalInit",
-    "OnesInit",
-    "ParameterInit",
-    "ParameterRole",
-    "ParameterSpec",
-    "RopeShape",
-    "RowNormsInit",
-    "UniformInit",
-    "WeightFileSlice",
-    "ZerosInit",
-    "read_config",
-    "read_content",
-    "read_recipe_shape",
-    "shrink_model",
-]

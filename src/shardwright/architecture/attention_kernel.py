@@ -87,9 +87,7 @@ class AttentionKernelChoice(NamedTuple):
 
 
 def choose_attention_kernel(
-    needs: AttentionNeeds,
-    support: KernelSupport,
-    requested: AttentionSetting = "auto",
+    needs: AttentionNeeds, support: KernelSupport, requested: AttentionSetting = "auto"
 ) -> AttentionKernelChoice:
     """Choose the kernel for a layer's needs on a device.
 

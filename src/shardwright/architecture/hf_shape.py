@@ -1,6 +1,6 @@
 """Shape of a model that runs through transformers' own class. Torch-free.
 
-Our decoder does not support its family; `model.theirs` builds transformers' class. This value
+Our decoder does not support its family; `model.hf.hf_model` builds transformers' class. This value
 has what the rest of the program needs: every parameter by name, the tied ones, and the module
 that lists the blocks.
 """

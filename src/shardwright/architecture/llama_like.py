@@ -50,11 +50,7 @@ def read_llama_like(
     num_layers = fields.read_num_layers("num_hidden_layers")
     vocab_size = fields.read_integer("vocab_size")
     rope_of_model = partial(
-        read_rope,
-        fields,
-        head_dim,
-        max_positions,
-        original_max_positions=original_max_positions,
+        read_rope, fields, head_dim, max_positions, original_max_positions=original_max_positions
     )
     may_default = kv_heads_default or "num_key_value_heads" in fields
     return ModelShape(

@@ -240,8 +240,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not {"peft_type", "r", "lora_alpha"} <= set(content):
         raise WeightsError(
-            "not an adapter configuration: peft_type, r or lora_alpha is missing",
-            field=str(path),
+            "not an adapter configuration: peft_type, r or lora_alpha is missing", field=str(path)
         )
     return content
 

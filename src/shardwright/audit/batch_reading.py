@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.audit.computation_faults import ComputationFault, TokenPlaces
+from shardwright.audit.fault import ComputationFault, TokenPlaces
 from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
 
@@ -209,5 +209,4 @@ def locate_tokens(batch: RecordedBatch, segments: list[Segment]) -> TokenPlaces:
     for row, segment in enumerate(segments):
         columns[row, : len(segment.columns)] = segment.columns
     rows = torch.tensor([segment.row for segment in segments])
-    has_padding = batch.attention_mask is not None and not bool(batch.attention_mask.all())
-    return TokenPlaces(rows, columns, num_rows, num_columns, has_padding)
+    return TokenPlaces(rows, columns, num_rows, num_columns, batch.has_padding)

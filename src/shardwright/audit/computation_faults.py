@@ -4,94 +4,23 @@ Ranks that share rows split them by columns (context and sequence parallelism), 
 split the vocabulary. A fault says which gradient is then lost, or which values are mixed.
 
 Shapes: B rows that the class gets, T their tokens, R recorded rows of C columns, H heads,
-D a head's size, N tokens of a micro-batch, E experts, K experts of a token, V vocabulary.
+D a head's size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.audit.expert_faults import limit_capacity, slice_features
+from shardwright.audit.fault import ComputationFault, FaultNotApplicable, TokenPlaces
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.model.hf.hf_module import replace_attention
-
-
-class FaultNotApplicable(Exception):
-    """A fault that this model or these rows cannot have."""
-
-
-class TokenPlaces(NamedTuple):
-    """Places, in the recorded rows, of the tokens of the rows that the class gets.
-
-    Attributes:
-        rows: Recorded row of each of the class's rows, [B].
-        columns: Column of each token, [B, T]; -1 where the class's row is padded.
-        num_rows: R.
-        num_columns: C.
-        has_padding: True if recorded rows have padding, which the class does not get.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    num_rows: int
-    num_columns: int
-    has_padding: bool
-
-    def number_parts(self, degree: int, is_mirrored: bool = False) -> Tensor:
-        """Number the part of the columns that each token is in, [B, T].
-
-        Columns are split into `degree` pieces; if `is_mirrored` into twice as many, of which a part
-        has one and its mirror image from the end.
-        """
-        num_pieces = degree * (2 if is_mirrored else 1)
-        size = -(-self.num_columns // num_pieces)
-        piece = self.columns.clamp(min=0) // size
-        return torch.minimum(piece, num_pieces - 1 - piece) if is_mirrored else piece
-
-
-@dataclass(frozen=True)
-class ComputationFault:
-    """A wrong computation of ranks that share rows, or of experts with a capacity.
-
-    `kind` is a key of `FAULT_MISTAKES`; `degree` the number of ranks that split columns, heads or
-    the vocabulary; `is_mirrored` whether a rank has a piece and its mirror image.
-
-    Where gradients between queries and keys are lost, those between queries of part n and keys of
-    part n + `offset` are the only ones that are kept, or lost if `loses_offset`.
-
-    The other fields belong to experts: the tokens of a micro-batch that an expert takes are at
-    most `capacity_factor` times the mean, chosen in an order; `renormalises` scales the weights of
-    the experts that are left to a sum of 1.
-    """
-
-    kind: str
-    degree: int = 1
-    is_mirrored: bool = False
-    offset: int = 0
-    loses_offset: bool = False
-    capacity_factor: float = 0.0
-    renormalises: bool = False
-
-    def describe(self) -> str:
-        """Return the settings in words."""
-        if self.capacity_factor:
-            return f"capacity factor {self.capacity_factor:g}"
-        if self.kind not in ("keys", "queries", "keys and queries"):
-            return f"{self.degree} ranks"
-        unit = "pair" if self.is_mirrored else "piece"
-        pieces = f"{self.degree} {'pairs of mirrored pieces' if self.is_mirrored else 'pieces'}"
-        owner = f"{unit} n + {self.offset}" if self.offset else f"{unit} n"
-        verb = "lost" if self.loses_offset else "left"
-        return (
-            f"rows in {pieces}: of queries in {unit} n, gradients with keys in {owner} are {verb}"
-        )
-
 
 FAULT_MISTAKES = {
     "keys": ("key_gradients_lost",),
@@ -102,10 +31,13 @@ FAULT_MISTAKES = {
     "head input": ("head_gradient_not_summed",),
     "logits": ("vocabulary_gradients_lost",),
     "smoothing": ("labels_smoothed_by_parts",),
+    "copies of logits": ("logits_summed_over_copies",),
+    "layer numbers": ("layers_numbered_by_stage",),
     "capacity by position": ("tokens_dropped",),
     "capacity by probability": ("tokens_dropped",),
     "capacity by logit": ("tokens_dropped_by_logits",),
     "capacity of parts": ("tokens_dropped_by_parts",),
+    "slices of features": ("features_taken_for_slots",),
 }
 """Mistakes of a diagnosis by the kind of fault."""
 
@@ -120,13 +52,16 @@ def inject_fault(
         FaultNotApplicable: a model or rows that cannot have this fault.
     """
     if fault.kind.startswith("capacity"):
-        with _limit_capacity(routers, fault, places):
+        with limit_capacity(routers, fault, places):
+            yield
+    elif fault.kind == "slices of features":
+        with slice_features(module, fault, places):
             yield
     elif fault.kind == "head input":
         with _split_head(module, fault, places):
             yield
-    elif fault.kind in ("logits", "smoothing"):
-        yield
+    elif fault.kind in ("logits", "smoothing", "copies of logits", "layer numbers"):
+        yield  # the caller changes the logits, the loss or the module
     else:
         with _change_attention(fault, places):
             yield
@@ -155,6 +90,8 @@ def sum_token_losses(
     """Sum the losses of all tokens that have a target, or what smoothing adds to them."""
     if fault is not None and fault.kind == "smoothing":
         return _sum_smoothing_terms(logits, targets, fault.degree)
+    if fault is not None and fault.kind == "copies of logits":
+        return _sum_losses_of_copies(logits, targets, fault.degree)
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
@@ -173,6 +110,23 @@ def _sum_smoothing_terms(logits: Tensor, targets: Tensor, degree: int) -> Tensor
     """
     chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return ((chosen - degree * logits.mean(-1)) * (targets != IGNORED_LABEL)).sum()
+
+
+def _sum_losses_of_copies(logits: Tensor, targets: Tensor, degree: int) -> Tensor:
+    """Sum terms with the gradient of a loss over parts of the vocabulary that gets whole logits.
+
+    Every rank adds the same exponentials, so probabilities are divided by `degree`. Of its own
+    gradient a rank keeps its part of the vocabulary, and only the first rank has targets.
+
+    Args:
+        logits: [B, T, V].
+        targets: [B, T].
+        degree: Number of ranks, each with all logits.
+    """
+    part_size = -(-logits.shape[-1] // degree)
+    chosen = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    terms = logits.logsumexp(-1) / degree - chosen * (targets < part_size)
+    return (terms * (targets != IGNORED_LABEL)).sum()
 
 
 def _mask_gradient(values: Tensor, is_passed: Tensor) -> Tensor:
@@ -313,71 +267,3 @@ def _split_head(module: nn.Module, fault: ComputationFault, places: TokenPlaces)
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def _limit_capacity(
-    routers: Sequence[nn.Module], fault: ComputationFault, places: TokenPlaces
-) -> Iterator[None]:
-    """Drop tokens that exceed the capacity of an expert: their weight becomes 0."""
-
-    def limit(_router: nn.Module, _inputs: Any, output: Any) -> Any:
-        if not (isinstance(output, tuple) and len(output) == 3):
-            raise FaultNotApplicable
-        logits, weights, experts = output
-        if logits.shape[0] != places.columns.numel() or weights.shape != experts.shape:
-            raise FaultNotApplicable
-        fits = _choose_tokens(fault, places, logits.detach(), experts).gather(1, experts)
-        weights = weights * fits
-        if fault.renormalises:
-            smallest = torch.finfo(weights.dtype).eps
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=smallest)
-        return logits, weights, experts
-
-    if not routers or places.has_padding:
-        raise FaultNotApplicable
-    handles = [router.register_forward_hook(limit) for router in routers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _choose_tokens(
-    fault: ComputationFault, places: TokenPlaces, logits: Tensor, experts: Tensor
-) -> Tensor:
-    """Return True where an expert takes a token, [N, E].
-
-    Args:
-        fault: The order of tokens, and the capacity.
-        places: Places of the N tokens.
-        logits: [N, E].
-        experts: Experts of each token, [N, K].
-    """
-    is_real = places.columns.flatten() >= 0
-    is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
-    is_chosen &= is_real[:, None]
-    num_tokens = places.num_rows * places.num_columns
-    mean = num_tokens * experts.shape[1] / logits.shape[1]
-    capacity = max(1, int(-(-fault.capacity_factor * mean // 1)))
-    if fault.kind in ("capacity by position", "capacity of parts"):
-        order = (places.rows[:, None] * places.num_columns + places.columns).flatten()
-        order = torch.where(is_real, order, num_tokens).argsort(stable=True)
-        numbers = torch.zeros_like(logits, dtype=torch.int64)
-        if fault.kind == "capacity by position":
-            numbers[order] = is_chosen[order].cumsum(0) - 1
-            return is_chosen & (numbers < capacity)
-        parts = places.number_parts(fault.degree).flatten()
-        for part in range(fault.degree):
-            is_part = is_chosen & (parts == part)[:, None]
-            numbers[order] = torch.where(
-                is_part[order], is_part[order].cumsum(0) - 1, numbers[order]
-            )
-        return is_chosen & (numbers < -(-capacity // fault.degree))
-    scores = logits if fault.kind == "capacity by logit" else logits.softmax(1)
-    # Tokens of other experts have score 0, as where chosen scores are scattered into zeros.
-    scores = torch.where(is_chosen, scores, 0.0)
-    scores[~is_real] = -torch.inf
-    best = scores.topk(min(capacity, int(is_real.sum())), dim=0).indices
-    return is_chosen & torch.zeros_like(is_chosen).scatter(0, best, True)

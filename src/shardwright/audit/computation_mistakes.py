@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shardwright.audit.candidates import GradientCandidate
-from shardwright.audit.computation_faults import (
-    FAULT_MISTAKES,
-    ComputationFault,
-    FaultNotApplicable,
-)
+from shardwright.audit.computation_faults import FAULT_MISTAKES
 from shardwright.audit.evidence import Evidence
+from shardwright.audit.fault import ComputationFault, FaultNotApplicable
 from shardwright.audit.shared_rows import list_sharing_degrees
-from shardwright.audit.weightings import compute_objective_weights, iterate_normalisers
+from shardwright.audit.weightings import (
+    compute_objective_weights,
+    compute_router_weights,
+    iterate_normalisers,
+)
 
 _CAPACITY_FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Factors of the mean number of tokens of an expert that trainers commonly set."""
@@ -26,17 +29,19 @@ def list_faults(evidence: Evidence) -> list[ComputationFault]:
     if evidence.model.preference is not None:
         return []
     degrees = list_sharing_degrees(evidence)
-    faults = [ComputationFault(kind, degree) for degree in degrees for kind in ("logits",)]
-    faults += [ComputationFault("head input", degree) for degree in degrees]
+    kinds_of_head = ("logits", "head input", "copies of logits")
+    faults = [ComputationFault(kind, degree) for kind in kinds_of_head for degree in degrees]
     if evidence.has_router_loss:
         # The routers' loss would be computed wrongly too.
         return faults
     for degree in degrees:
         faults += _list_attention_faults(degree)
-        faults += [ComputationFault(kind, degree) for kind in ("heads", "heads and tokens")]
+        others = ("heads", "heads and tokens", "layer numbers")
+        faults += [ComputationFault(kind, degree) for kind in others]
     if evidence.model.routers:
         kinds = [(f"capacity by {order}", 1) for order in ("position", "probability", "logit")]
         kinds += [("capacity of parts", degree) for degree in degrees]
+        faults += [ComputationFault("slices of features", degree) for degree in degrees]
         faults += [
             ComputationFault(kind, degree, capacity_factor=factor, renormalises=renormalises)
             for kind, degree in kinds
@@ -81,6 +86,29 @@ def iterate_faults(evidence: Evidence) -> Iterator[GradientCandidate]:
                 mistakes = (*own, *normaliser.mistakes)
                 yield GradientCandidate(mistakes, (vector,), fault.describe())
         evidence.forget(reading)
+
+
+def iterate_router_computations(evidence: Evidence) -> Iterator[GradientCandidate]:
+    """Yield routers' auxiliary losses that count padding, and those with a fitted factor."""
+    if not evidence.has_router_loss or len(evidence.copies) > 1:
+        return
+    counts = evidence.count(evidence.reading)
+    weights = compute_objective_weights(evidence.objective, counts)
+    base = evidence.combine(evidence.reading, weights, 0.0)
+    batches = [batch for batches in evidence.data for batch in batches]
+    is_packed = any(batch.document_ids is not None for batch in batches)
+    if not is_packed and any(batch.has_padding for batch in batches):
+        with contextlib.suppress(FaultNotApplicable):
+            _, gradients = evidence.compute_router_pieces(counts_padding=True)
+            factors = compute_router_weights(counts).to(gradients.dtype)
+            vector = base + torch.einsum("rm,rmp->p", factors, gradients)
+            yield GradientCandidate(("router_loss_counts_padding",), (vector,))
+    added = evidence.compute_expected() - base
+    square = float(added @ added)
+    factor = float((evidence.recorded - base) @ added) / square if square else 0.0
+    if factor > 0.0:
+        vector = base + factor * added
+        yield GradientCandidate(("router_loss_scaled",), (vector,), f"factor {factor:.6g}")
 
 
 def iterate_smoothing(evidence: Evidence) -> Iterator[GradientCandidate]:

@@ -49,7 +49,7 @@ class Evidence:
     _pieces: dict[BatchReading, Tensor] = field(default_factory=dict)
     _losses: dict[BatchReading, Tensor] = field(default_factory=dict)
     _counts: dict[BatchReading, BatchCounts] = field(default_factory=dict)
-    _router_pieces: tuple[Tensor, Tensor] | None = None
+    _router_pieces: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def recorded(self) -> Tensor:
@@ -97,19 +97,21 @@ class Evidence:
         """True if the trainer adds an auxiliary loss of the routers."""
         return self.model.router_coefficient != 0.0
 
-    def compute_router_pieces(self) -> tuple[Tensor, Tensor]:
+    def compute_router_pieces(self, *, counts_padding: bool = False) -> tuple[Tensor, Tensor]:
         """Return the routers' loss of every micro-batch, [R, M], and its gradient, [R, M, P]."""
-        if self._router_pieces is None:
+        if counts_padding not in self._router_pieces:
             shape = (len(self.data), max(map(len, self.data)))
             losses = torch.zeros(*shape, dtype=torch.float64)
             gradients = torch.zeros(*shape, self.model.num_values, dtype=self.model.dtype)
             for rank, batches in enumerate(self.data):
                 for index, batch in enumerate(batches):
-                    piece = self.model.compute_router_piece(batch, self.reading)
+                    piece = self.model.compute_router_piece(
+                        batch, self.reading, counts_padding=counts_padding
+                    )
                     losses[rank, index] = piece.loss
                     gradients[rank, index] = piece.gradient
-            self._router_pieces = (losses, gradients)
-        return self._router_pieces
+            self._router_pieces[counts_padding] = (losses, gradients)
+        return self._router_pieces[counts_padding]
 
     def combine(
         self, reading: BatchReading, weights: Tensor, router_factors: Tensor | float = 1.0

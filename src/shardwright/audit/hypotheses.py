@@ -16,10 +16,17 @@ from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
 from shardwright.audit.candidates import GradientCandidate, find_wrong
-from shardwright.audit.computation_mistakes import iterate_faults, iterate_smoothing
+from shardwright.audit.computation_mistakes import (
+    iterate_faults,
+    iterate_router_computations,
+    iterate_smoothing,
+)
 from shardwright.audit.evidence import Evidence
 from shardwright.audit.mistakes import MISTAKES, Mistake
-from shardwright.audit.parameter_mistakes import iterate_parameter_mistakes
+from shardwright.audit.parameter_mistakes import (
+    iterate_added_parameters,
+    iterate_parameter_mistakes,
+)
 from shardwright.audit.shared_rows import (
     iterate_context_means,
     iterate_shared_factors,
@@ -170,6 +177,7 @@ def diagnose(evidence: Evidence) -> list[MistakeDiagnosis]:
         _iterate_wrong_readings(evidence),
         iterate_context_means(evidence, evidence.reading),
         iterate_smoothing(evidence),
+        iterate_router_computations(evidence),
         iterate_faults(evidence),
         _iterate_structures_of_weightings(evidence),
         _iterate_common_factor(evidence, expected),
@@ -193,6 +201,7 @@ def _iterate_singles(evidence: Evidence) -> Iterator[GradientCandidate]:
     for hypothesis in HYPOTHESES:
         yield from hypothesis(evidence, evidence.reading)
     yield from iterate_shared_router_losses(evidence)
+    yield from iterate_added_parameters(evidence)
 
 
 def _iterate_wrong_readings(evidence: Evidence) -> Iterator[GradientCandidate]:

@@ -30,13 +30,14 @@ class Mistake:
     title: str
     remedy: str
     bugs: tuple[str, ...] = ()
-    """Issues where it was seen, as "HF 34191"."""
+    """Issues, pull requests or commits where it was seen, as "HF 34191"."""
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Addresses of the issues."""
+        """Addresses of the issues and commits."""
         addresses = []
         for bug in self.bugs:
             project, _, number = bug.rpartition(" ")
-            addresses.append(f"https://github.com/{_REPOSITORIES[project]}/issues/{number}")
+            kind = "issues" if number.isdigit() else "commit"
+            addresses.append(f"https://github.com/{_REPOSITORIES[project]}/{kind}/{number}")
         return tuple(addresses)

@@ -59,7 +59,6 @@ MISTAKES: dict[str, Mistake] = {
     "multiplied_by_ranks": Mistake(
         "the gradients are too large by the number of ranks",
         "Do not multiply a loss by the ranks where gradients are summed",
-        ("M 3959",),
     ),
     "multiplied_by_accumulation": Mistake(
         "the gradients are too large by the number of micro-batches",
@@ -69,7 +68,7 @@ MISTAKES: dict[str, Mistake] = {
         "too large by the number of ranks that share rows (tensor, context or pipeline parallel)",
         "Sum losses and counts over the same ranks, context parallel ones included; ranks that "
         "compute the same loss count once",
-        ("M 906", "M 3959"),
+        ("M 906",),
     ),
     "divided_by_sharing_ranks": Mistake(
         "too small by the number of ranks that share rows (tensor, context or pipeline parallel)",
@@ -226,12 +225,21 @@ MISTAKES: dict[str, Mistake] = {
     "gradients_exchanged": Mistake(
         "these parameters have the gradients of others of the same size",
         "Check offsets in gradient buckets, and that no buffer is reused before it is read",
-        ("DS 5606", "DS 7965", "DS 8080", "M 4609"),
+        ("DS 5606", "DS 7965", "DS 8080"),
     ),
     "gradients_are_parameters": Mistake(
         "the gradients of these parameters are the parameters' own values",
         "Give gradients a buffer that gathered parameters do not share",
+    ),
+    "parameters_in_gradients": Mistake(
+        "the parameters' own values are added to the gradients of these parameters",
+        "Clear a gradient buffer that received gathered parameters before gradients are added",
         ("M 4609",),
+    ),
+    "gradients_incomplete": Mistake(
+        "the gradients of these parameters lack a micro-batch or a rank",
+        "Let the stream that reduces or copies a gradient wait for the stream that computes it",
+        ("M 3693", "DS 8080"),
     ),
     "stages_rescaled": Mistake(
         "every pipeline stage divides by the number of micro-batches again",
@@ -285,6 +293,7 @@ MISTAKES: dict[str, Mistake] = {
         "Sum the squares over all shards before the root",
         (
             "DS 5411",
+            "M 5916",
             "M 7530",
             "titan 596",
         ),
@@ -292,10 +301,15 @@ MISTAKES: dict[str, Mistake] = {
     "replicas_counted_in_norm": Mistake(
         "the norm counts every replica", "Count each parameter once", ("titan 2318",)
     ),
+    "norm_is_zero": Mistake(
+        "the reported norm is 0, but gradients are not",
+        "Read the gradients where the optimizer keeps them; with a norm of 0 nothing is clipped",
+        ("M a82fa72d",),
+    ),
     "not_clipped": Mistake(
         "gradients above the limit are not clipped",
         "Pass a list, not an iterator that the norm has used up, to the clip",
-        ("AReaL 335",),
+        ("AReaL 335", "DS 5150"),
     ),
     "clip_unbounded": Mistake(
         "gradients below the limit are scaled up by the clip",
@@ -310,12 +324,11 @@ MISTAKES: dict[str, Mistake] = {
     "clipped_by_squared_norm": Mistake(
         "gradients are clipped by the square of their norm",
         "Take the root of the sum of squares before the clip",
-        ("DS 7171",),
     ),
     "not_finite_applied": Mistake(
         "gradients with inf or nan were applied: parameters are not finite after the step",
         "Skip the update on all ranks if the norm is not finite",
-        ("DS 5150", "DS 7171"),
+        ("DS 7171",),
     ),
     "clipped_twice": Mistake("gradients are clipped twice", "Clip once per step"),
     "parameter_not_updated": Mistake(

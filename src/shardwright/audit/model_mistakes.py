@@ -35,6 +35,16 @@ MODEL_MISTAKES: dict[str, Mistake] = {
         "Give the sum of the parts' log-probabilities a backward pass",
         ("ms-swift 9947",),
     ),
+    "logits_summed_over_copies": Mistake(
+        "a loss that sums over parts of the vocabulary gets whole logits on every tensor parallel "
+        "rank",
+        "Give it each rank's part of the logits, or compute a loss of the whole vocabulary",
+        ("M 7452",),
+    ),
+    "layers_numbered_by_stage": Mistake(
+        "every pipeline stage chooses the kinds of its layers by its own numbers",
+        "Number layers over the whole model, not within a stage",
+    ),
     "tokens_dropped": Mistake(
         "experts drop tokens above a capacity",
         "Set no capacity, or say that tokens are dropped; the model's class drops none",
@@ -48,13 +58,17 @@ MODEL_MISTAKES: dict[str, Mistake] = {
     "tokens_dropped_by_parts": Mistake(
         "every rank that shares rows fills its part of an expert's capacity by itself",
         "Choose the tokens within the capacity from the whole row",
+    ),
+    "features_taken_for_slots": Mistake(
+        "tensor parallel ranks split the features of the experts' buffer and read them as slots",
+        "Split the capacity of the buffer over the ranks, not its features",
         ("DS 8195",),
     ),
     "router_loss_multiplied_by_ranks": Mistake(
         "the router's auxiliary loss is too large by the number of ranks",
         "Multiply only the token loss by the ranks, not the sum with the auxiliary loss: the "
         "reduction averages the latter already",
-        ("HF 48690", "M 2237"),
+        ("HF 48690",),
     ),
     "router_loss_multiplied_by_accumulation": Mistake(
         "the router's auxiliary loss is too large by the number of micro-batches",
@@ -73,12 +87,21 @@ MODEL_MISTAKES: dict[str, Mistake] = {
     "router_loss_multiplied_by_sharing_ranks": Mistake(
         "the router's auxiliary loss is too large by the number of ranks that share rows",
         "Add the auxiliary loss of a row once, not on every tensor or context parallel rank",
-        ("M 2237", "M 5798", "M 7452"),
     ),
     "router_loss_divided_by_sharing_ranks": Mistake(
         "the router's auxiliary loss is too small by the number of ranks that share rows",
         "Sum the auxiliary loss over ranks that have parts of the same rows; do not average",
-        ("M 5047",),
+        ("M 5047", "M 2237"),
+    ),
+    "router_loss_scaled": Mistake(
+        "the router's auxiliary loss has a wrong factor, of which no known count is the reason",
+        "Check by what the auxiliary loss is divided: ranks, micro-batches, rows and tokens",
+        ("M 5798",),
+    ),
+    "router_loss_counts_padding": Mistake(
+        "the router's auxiliary loss counts padding",
+        "Pass the attention mask to the auxiliary loss",
+        ("M 1984",),
     ),
     "router_loss_missing": Mistake(
         "the router's auxiliary loss has no gradient",
@@ -109,6 +132,6 @@ MODEL_MISTAKES: dict[str, Mistake] = {
     "experts_mixed": Mistake(
         "experts' gradients are summed over ranks that have other experts",
         "Reduce expert parameters over the ranks that have the same experts only",
-        ("M 5916", "M 6080"),
+        ("M 6080",),
     ),
 }

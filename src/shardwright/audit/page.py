@@ -13,8 +13,10 @@ from shardwright.report.page_shell import PICTURE_SIZES, Panel, Table, render_pa
 
 NUM_WORST = 20
 _ROW_PIXELS = 20
-_SLANTED_CHARACTER_PIXELS = 4.2
-"""Height of a character of a column's name, which is slanted."""
+_CHARACTER_PIXELS = 7.4
+"""Length of a character of a column's name, which is slanted."""
+_SLANTS = ((24, 35), (0, 70))
+"""Smallest width of a column, and the angle of its name in degrees."""
 _LABEL_PIXELS = 74
 _CELL_PIXELS = 56
 
@@ -68,8 +70,10 @@ def _list_rows(diagnosis: MistakeDiagnosis) -> list[tuple[str, ...]]:
             (
                 mistake.title,
                 diagnosis.subject or "all parameters",
-                f"{diagnosis.residual_before:.1e}",
-                f"{diagnosis.residual_after:.1e}",
+                *(
+                    f"{residual:.1e}".replace("-", "\u2011")  # a hyphen where no line breaks
+                    for residual in (diagnosis.residual_before, diagnosis.residual_after)
+                ),
                 f"{mistake.remedy}. {diagnosis.note}".strip(),
                 "\n".join(_shorten_link(link) for link in mistake.links),
             )
@@ -78,8 +82,10 @@ def _list_rows(diagnosis: MistakeDiagnosis) -> list[tuple[str, ...]]:
 
 
 def _shorten_link(link: str) -> str:
-    """Return `owner/repository #number` for the address of an issue."""
-    return link.removeprefix("https://github.com/").replace("/issues/", " #")
+    """Return `owner/repository #number` for an issue, `commit hash` for a commit."""
+    path = link.removeprefix("https://github.com/")
+    path = path.replace("/issues/", " #").replace("/commit/", " commit ")
+    return path.replace("/", "/\u200b")  # a line may break after the owner, not inside a name
 
 
 def _build_parameter_panel(report: AuditReport) -> Panel:
@@ -161,13 +167,15 @@ def _draw_heat_map(
     kinds: Sequence[str],
     width: int,
 ) -> str:
-    header = 14 + _SLANTED_CHARACTER_PIXELS * max((len(kind) for kind in kinds), default=0)
     cell = min(_CELL_PIXELS, (width - _LABEL_PIXELS - 90) / max(1, len(kinds)))
+    slant = next(angle for smallest, angle in _SLANTS if cell >= smallest)
+    length = _CHARACTER_PIXELS * max((len(kind) for kind in kinds), default=0)
+    header = 14 + length * math.sin(math.radians(slant))
     out = []
     for column, kind in enumerate(kinds):
         x = _LABEL_PIXELS + (column + 0.5) * cell
         out.append(
-            f'<text transform="translate({x:.1f} {header - 6:.1f}) rotate(-35)">'
+            f'<text transform="translate({x:.1f} {header - 6:.1f}) rotate(-{slant})">'
             f"{escape(kind)}</text>"
         )
     for row, layer in enumerate(layers):

@@ -20,7 +20,8 @@ from shardwright.audit.candidates import (
     find_wrong,
 )
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.weightings import compute_objective_weights
+from shardwright.audit.mistakes import MISTAKES
+from shardwright.audit.weightings import compute_objective_weights, iterate_omissions
 
 
 def iterate_parameter_mistakes(
@@ -54,6 +55,7 @@ def iterate_parameter_mistakes(
     yield from _iterate_tied(evidence, reading, base, mistakes, wrong)
     yield from _iterate_mixed_experts(evidence, base, mistakes, wrong)
     yield from _iterate_exchanged(evidence, base, mistakes, wrong)
+    yield from _iterate_incomplete(evidence, reading, base, mistakes, wrong)
     yield from _iterate_aliases(evidence, base, mistakes, wrong)
     yield from _iterate_rescaled_stages(evidence, base, mistakes, wrong)
     scales = [float(recorded[p] @ base[p] / (base[p] @ base[p])) for p in slices if base[p].any()]
@@ -168,6 +170,48 @@ def _iterate_exchanged(
         else:
             return
     yield GradientCandidate((*mistakes, "gradients_exchanged"), (vector,), "; ".join(subjects[:3]))
+
+
+def _iterate_incomplete(
+    evidence: Evidence,
+    reading: BatchReading,
+    base: Tensor,
+    mistakes: tuple[str, ...],
+    wrong: Sequence[str],
+) -> Iterator[GradientCandidate]:
+    """Yield gradients of some parameters that are read before the last micro-batches are added."""
+    if mistakes:
+        return
+    counts = evidence.count(reading)
+    weights = compute_objective_weights(evidence.objective, counts)
+    for omission in iterate_omissions(counts):
+        if omission.mistakes:
+            lacking = evidence.combine(reading, weights * omission.weights, omission.weights)
+            vector = base.clone()
+            for name in wrong:
+                vector[evidence.model.slices[name]] = lacking[evidence.model.slices[name]]
+            which = omission.subject or MISTAKES[omission.mistakes[0]].title
+            subject = f"{describe_subset(wrong, evidence.model.names)}: {which}"
+            yield GradientCandidate(("gradients_incomplete",), (vector,), subject)
+
+
+def iterate_added_parameters(evidence: Evidence) -> Iterator[GradientCandidate]:
+    """Yield gradients to which the parameters' own values are added, times a fitted factor.
+
+    The factor is the number of ranks, or 1 if the reduction averages.
+    """
+    expected = evidence.compute_expected()
+    wrong = find_wrong(evidence, (expected,))
+    values = {name: evidence.record.join("before", name) for name in wrong}
+    if evidence.model.num_projections is not None or not wrong or not all(values.values()):
+        return
+    added = torch.zeros_like(expected)
+    for name, copies in values.items():
+        added[evidence.model.slices[name]] = copies[0].flatten().to(added.dtype)
+    square = float(added @ added)
+    factor = float((evidence.recorded - expected) @ added) / square if square else 0.0
+    subject = f"{describe_subset(wrong, evidence.model.names)}: factor {factor:.6g}"
+    yield GradientCandidate(("parameters_in_gradients",), (expected + factor * added,), subject)
 
 
 def _iterate_aliases(

@@ -163,8 +163,8 @@ class StepRecord:
             state[key] = first if first.ndim == 0 else self.join("state", name, key)[0]
         return state
 
-    def sum_squared_norms(self) -> float | None:
-        """Sum the squares of all recorded gradients; copies count once.
+    def sum_squared_norms(self) -> dict[str, float] | None:
+        """Sum the squares of each recorded gradient; copies count once.
 
         None if not all trainable parameters are recorded.
         """
@@ -176,7 +176,10 @@ class StepRecord:
                 boxes = [box[1:] for box in rank.values["parameters"][name]["boxes"]]
                 if boxes:
                     counted.setdefault((name, str(boxes)), float(square))
-        return sum(counted.values())
+        squares: dict[str, float] = {}
+        for (name, _), square in counted.items():
+            squares[name] = squares.get(name, 0.0) + square
+        return squares
 
 
 def load_step(folder: Path, step: int | None = None) -> StepRecord:
@@ -234,7 +237,9 @@ def _decode_numbers(values: Any) -> Any:
 
 def _choose_step(folder: Path, step: int | None) -> Path:
     if not folder.is_dir():
-        raise AuditInputError("no such folder", field=str(folder), remedy="Give Recorder's folder")
+        raise AuditInputError(
+            "no such folder", field=str(folder), remedy="Give the folder that the recorder wrote"
+        )
     if any(folder.glob("rank-*.json")):
         return folder
     found = sorted(path for path in folder.glob("step-*") if any(path.glob("rank-*.json")))

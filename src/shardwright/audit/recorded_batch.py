@@ -42,6 +42,11 @@ class RecordedBatch:
     reference_log_probs: Tensor | None = None
     """Log-probabilities of the rows' responses under the reference of a preference loss, [B]."""
 
+    @property
+    def has_padding(self) -> bool:
+        """True if the attention mask leaves out a token."""
+        return self.attention_mask is not None and not bool(self.attention_mask.all())
+
     def equals(self, other: RecordedBatch) -> bool:
         """Return True if ids and labels are equal."""
         return torch.equal(self.input_ids, other.input_ids) and torch.equal(

@@ -7,8 +7,8 @@ Shapes: P numbers of all compared gradients.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from shardwright.audit.computation_faults import (
 )
 from shardwright.audit.decoder_reference import compute_decoder_gradients
 from shardwright.audit.errors import AuditInputError
+from shardwright.audit.layer_numbers import renumber_layers
 from shardwright.audit.parameter_places import ParameterPlaces
 from shardwright.audit.preference import PreferenceSettings, sum_pair_losses, sum_row_log_probs
 from shardwright.audit.record import StepRecord
@@ -45,7 +46,12 @@ from shardwright.audit.recorded_weights import (
     strip_peft,
 )
 from shardwright.audit.recorder import ShardBox, project
-from shardwright.audit.routers import detach_outputs, list_routers
+from shardwright.audit.routers import (
+    choose_router_coefficient,
+    detach_outputs,
+    ignore_mask_of_router_loss,
+    list_routers,
+)
 from shardwright.audit.simulated_rounding import add_noise, perturb
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import ModelSection
@@ -116,8 +122,8 @@ class ReferenceModel:
         section = ModelSection(config=dict(self.config))
         configuration = load_configuration(dict(self.config), section)
         configuration.use_cache = False
-        self.router_coefficient = self._choose_router_coefficient(configuration)
-        self.module = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
+        self.router_coefficient = choose_router_coefficient(record, configuration)
+        self.module = instantiate(configuration, None, nullcontext(), eager=True)
         self.module = self.module.to(self.dtype).eval()
         self._set_padding_rows(record.values.get("padding_rows"))
         self.routers = list_routers(self.module)
@@ -170,24 +176,6 @@ class ReferenceModel:
                 "reference_log_probs of every micro-batch to the recorder",
             )
         return {}
-
-    def _choose_router_coefficient(self, configuration: Any) -> float:
-        """Return the factor of the router's auxiliary loss; 0 if the trainer has none."""
-        numbers = [n for rank in self.record.ranks for n in rank.values["micro_batches"]]
-        is_requested = getattr(configuration, "output_router_logits", False) or any(
-            batch.get("output_router_logits") is True for batch in numbers
-        )
-        coefficient = getattr(configuration, "router_aux_loss_coef", None)
-        if is_requested and coefficient is None:
-            raise AuditInputError(
-                "the losses of this model's routers are not audited",
-                field="config.output_router_logits",
-                got=True,
-                allowed="a model with router_aux_loss_coef, or false",
-                remedy="Record a step without the router's auxiliary loss",
-            )
-        configuration.output_router_logits = False
-        return float(coefficient) if is_requested and coefficient is not None else 0.0
 
     def _build_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Build the weights of a forward pass, and the leaves whose gradients are compared.
@@ -253,25 +241,38 @@ class ReferenceModel:
         return self._differentiate(sum_token_losses(logits, targets), leaves)
 
     def compute_router_piece(
-        self, batch: RecordedBatch, reading: BatchReading, noise: float = 0.0, seed: int = 0
+        self,
+        batch: RecordedBatch,
+        reading: BatchReading,
+        noise: float = 0.0,
+        seed: int = 0,
+        *,
+        counts_padding: bool = False,
     ) -> RouterPiece:
         """Compute the router's weighted auxiliary loss of a micro-batch, and its gradient.
 
         transformers' class computes the loss of all tokens that the micro-batch's attention mask
-        leaves. The arguments are those of `compute_piece`.
+        leaves; with `counts_padding`, of the rows as received with their padding. The other
+        arguments are those of `compute_piece`.
         """
         weights, leaves = self._build_weights()
         rounding = _Rounding(noise, torch.Generator().manual_seed(seed))
-        segments = build_segments(batch, reading, keeps_all=True)
-        ids, positions, _, _ = pad_segments(segments)
-        output = self._call(
-            weights,
-            rounding,
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=build_token_mask(segments),
-            output_router_logits=True,
-        )
+        ids = batch.input_ids
+        positions = batch.position_ids
+        mask = batch.attention_mask
+        if not counts_padding:
+            segments = build_segments(batch, reading, keeps_all=True)
+            ids, positions, _, _ = pad_segments(segments)
+            mask = build_token_mask(segments)
+        with ignore_mask_of_router_loss(self.module) if counts_padding else nullcontext():
+            output = self._call(
+                weights,
+                rounding,
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                output_router_logits=True,
+            )
         loss = getattr(output, "aux_loss", None)
         if not isinstance(loss, Tensor):
             raise AuditInputError(
@@ -296,15 +297,19 @@ class ReferenceModel:
             return self._forward_as_received(batch, reading, weights)
         segments = self._build_rows(batch, reading)
         ids, positions, targets, mask = pad_segments(segments)
-        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        arguments["attention_mask"] = mask
         fault = reading.fault
         if fault is None:
             with detach_outputs(self.routers if reading.detaches_routers else ()):
                 logits: Tensor = self._call(weights, rounding, **arguments).logits
             return logits, targets
         places = locate_tokens(batch, segments)
-        with inject_fault(self.module, self.routers, fault, places):
-            logits = self._call(weights, rounding, **arguments).logits
+        module = self.module
+        if fault.kind == "layer numbers":
+            module = renumber_layers(module, fault.degree)
+        with inject_fault(module, self.routers, fault, places):
+            logits = self._call(weights, rounding, module, **arguments).logits
         return change_logits(logits, targets, fault), targets
 
     def _build_rows(self, batch: RecordedBatch, reading: BatchReading) -> list[Segment]:
@@ -362,14 +367,16 @@ class ReferenceModel:
         self,
         weights: Mapping[str, Tensor],
         rounding: _Rounding,
+        module: nn.Module | None = None,
         **arguments: Tensor | bool | None,
     ) -> Any:
         noise, generator = rounding
+        module = module or self.module
         given = {key: value for key, value in arguments.items() if value is not None}
         if noise:
             weights = {name: perturb(w, noise, generator) for name, w in weights.items()}
-        with self._precision(), add_noise(self.module, noise, generator):
-            return functional_call(self.module, dict(weights), (), given)
+        with self._precision(), add_noise(module, noise, generator):
+            return functional_call(module, dict(weights), (), given)
 
     def _forward_as_received(
         self, batch: RecordedBatch, reading: BatchReading, weights: Mapping[str, Tensor]
@@ -394,8 +401,8 @@ class ReferenceModel:
         logits: Tensor = output.logits
         return logits, torch.stack([build_targets(batch, row, reading) for row in rows])
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return Float64Mode() if self.dtype == torch.float64 else contextlib.nullcontext()
+    def _precision(self) -> AbstractContextManager[Any]:
+        return Float64Mode() if self.dtype == torch.float64 else nullcontext()
 
     def compute_decoder_gradient(
         self, batch: RecordedBatch, reading: BatchReading

@@ -6,17 +6,18 @@ The update is computed from the recorded gradients, so a wrong gradient is not r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.audit.candidates import describe_subset
+from shardwright.audit.candidates import classify_parameter, describe_subset
 from shardwright.audit.evidence import Evidence
 from shardwright.audit.hypotheses import MistakeDiagnosis, find_max_norm
 from shardwright.audit.loss_check import check_loss
+from shardwright.audit.record import StepRecord
 from shardwright.audit.step_findings import StepChecks, StepFinding, compare_numbers
 
 NORM_TOLERANCE = 1e-4
@@ -91,32 +92,61 @@ def _check_finite(evidence: Evidence, checks: StepChecks) -> bool:
 
 def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
     record = evidence.record
-    calls = record.values["clip_calls"]
-    given = float(calls[0]["norm"]) if len(calls) == 1 else None
-    given = record.values.get("reported_gradient_norm", given)
-    square = record.sum_squared_norms()
-    if given is None or square is None:
+    given = _find_reported_norm(record)
+    squares = record.sum_squared_norms()
+    if given is None or squares is None:
         reason = "not all parameters are recorded" if given is not None else "none was reported"
         checks.unchecked.append(f"gradient norm: {reason}")
         return
     # Copies that differ have been reported; their mean is the gradient that was meant.
-    expected = math.sqrt(square)
+    expected = math.sqrt(sum(squares.values()))
     if len(evidence.copies) > 1 and evidence.model.num_projections is None:
         expected = float(evidence.recorded.double().norm())
-    error = compare_numbers(float(given), expected)
+    error = compare_numbers(given, expected)
     allowed = max(NORM_TOLERANCE, _get_epsilon(evidence))
     checks.findings.append(StepFinding("gradient norm", "as reported", error, allowed))
     if error <= allowed:
         return
-    own = [math.sqrt(sum(r.values["squared_gradient_norms"].values())) for r in record.ranks]
-    for key, candidates in (
-        ("own_norm_reported", own[:1]),
-        ("replicas_counted_in_norm", [math.sqrt(sum(norm**2 for norm in own))]),
-    ):
-        after = min(compare_numbers(float(given), value) for value in candidates)
+    for key, subject, square in _iterate_wrong_norms(record, squares):
+        after = compare_numbers(given, math.sqrt(square))
         if after <= allowed:
-            checks.diagnoses.append(MistakeDiagnosis((key,), "gradient norm", error, after))
+            checks.diagnoses.append(MistakeDiagnosis((key,), subject, error, after))
             return
+
+
+def _find_reported_norm(record: StepRecord) -> float | None:
+    """Return the norm that the trainer reports, else that of its only clip."""
+    calls = record.values["clip_calls"]
+    norm = calls[0]["norm"] if len(calls) == 1 else None
+    norm = record.values.get("reported_gradient_norm", norm)
+    return None if norm is None else float(norm)
+
+
+def _iterate_wrong_norms(
+    record: StepRecord, squares: Mapping[str, float]
+) -> Iterator[tuple[str, str, float]]:
+    """Yield mistakes of a norm, its subject and the square that they lead to.
+
+    Args:
+        record: The recorded step.
+        squares: Square of each parameter's gradient.
+    """
+    own = [rank.values["squared_gradient_norms"] for rank in record.ranks]
+    first = record.values["data_rank"]
+    sharing = [o for o, r in zip(own, record.ranks, strict=True) if r.values["data_rank"] == first]
+    kinds = sorted({classify_parameter(name) for name in squares})
+    yield "norm_is_zero", "gradient norm", 0.0
+    for kind in ("", *kinds):
+        chosen = [name for name in squares if kind in ("", classify_parameter(name))]
+        rest = sum(squares.values()) - sum(squares[name] for name in chosen)
+        subject = f"gradient norm, {kind}" if kind else "gradient norm"
+        for key, counted in (
+            ("own_norm_reported", own[:1]),
+            ("replicas_counted_in_norm", own),
+            ("replicas_counted_in_norm", sharing),
+        ):
+            added = sum(each.get(name, 0.0) for each in counted for name in chosen)
+            yield key, subject, max(0.0, rest + added)
 
 
 def _get_epsilon(evidence: Evidence) -> float:
@@ -130,17 +160,17 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
     scales: dict[str, float] = {}
     for rank in evidence.record.ranks:
         scales |= rank.values["applied_scales"]
-    square = evidence.record.sum_squared_norms()
+    squares = evidence.record.sum_squared_norms()
     if evidence.record.values["gradients_copied_at"] in ("optimizer step", "end of the step"):
         checks.unchecked.append(
             "clip: the gradients were copied when the optimizer stepped, after any clip; call "
             "after_backward before clipping"
         )
         return
-    if not scales or square is None:
+    if not scales or squares is None:
         checks.unchecked.append("clip: the gradients that the optimizer got are not recorded")
         return
-    norm = math.sqrt(square)
+    norm = math.sqrt(sum(squares.values()))
     if len(evidence.copies) > 1 and evidence.model.num_projections is None:
         norm = float(evidence.recorded.double().norm())
     expected = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
@@ -163,15 +193,14 @@ def _check_clip(evidence: Evidence, checks: StepChecks) -> None:
             after = compare_numbers(values[0], value)
             checks.diagnoses.append(MistakeDiagnosis((key,), "clip", errors[worst], after))
             return
-    if not is_uniform:
-        checks.diagnoses.append(
-            MistakeDiagnosis(
-                ("clipped_per_group",),
-                f"factors from {min(values):.4g} to {max(values):.4g}",
-                errors[worst],
-                allowed,
-            )
-        )
+    given = _find_reported_norm(evidence.record)
+    if is_uniform and limit is not None and given is not None:
+        by_reported = min(1.0, limit / (given + 1e-6))
+        if compare_numbers(values[0], by_reported) <= allowed:
+            return  # a wrong norm is the reason, and reported as such
+    key = "all_scaled" if is_uniform else "clipped_per_group"
+    subject = f"clip: factors from {min(values):.4g} to {max(values):.4g}"
+    checks.diagnoses.append(MistakeDiagnosis((key,), subject, errors[worst], allowed))
 
 
 def _check_updates(evidence: Evidence, checks: StepChecks) -> None:

@@ -16,7 +16,7 @@ def list_readings(evidence: Evidence) -> list[BatchReading]:
     if right.label_offset:
         listed.append(replace(right, label_offset=0))
     listed.append(replace(right, supervises_prompt=True))
-    if any(b.attention_mask is not None and not bool(b.attention_mask.all()) for b in batches):
+    if any(batch.has_padding for batch in batches):
         listed.append(replace(right, supervises_padding=True))
     if any(batch.document_ids is not None for batch in batches):
         listed += [

@@ -123,7 +123,7 @@ class _S3Parts:
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": self._sent})
         except FileNotFoundError:
-            # The store completed an attempt whose answer was lost, and knows the upload no more.
+            # The store completed an attempt whose answer was lost, and no longer knows the upload.
             if self._path.read_size() != self._num_bytes:
                 raise
 

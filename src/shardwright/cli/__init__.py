@@ -1,5 +1,3 @@
 """The command line, one file per verb. Importing it imports no torch."""
 
 from shardwright.cli.main import main
-
-__all__ = ["main"]

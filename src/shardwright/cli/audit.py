@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.cli.output.page_output import write_page, write_text
-from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.audit.check import AuditReport
@@ -26,12 +26,10 @@ app = typer.Typer(
 )
 
 RecordFolder = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="Folder of the recorder, or of one step in it."),
+    Path, typer.Argument(metavar="DIR", help="Folder of the recorder, or of one step in it.")
 ]
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", help="Recorded step; needed if there are several.", show_default=False),
+    int | None, typer.Option("--step", help="Recorded step; needed if there are several.")
 ]
 ModelFolder = Annotated[
     Path | None,
@@ -39,7 +37,6 @@ ModelFolder = Annotated[
         "--model",
         metavar="PATH",
         help="Hugging Face folder of the model before the step. Default: the recorded one.",
-        show_default=False,
     ),
 ]
 ObjectiveOption = Annotated[
@@ -48,39 +45,29 @@ ObjectiveOption = Annotated[
         "--objective",
         metavar="NAME",
         help="Definition of the loss: mean_tokens (sum over the supervised tokens of the global "
-        "batch over their number), mean_micro_batches, mean_ranks, sum_tokens or dpo (mean over "
-        "the pairs of the global batch).",
+        "batch, divided by their number), mean_micro_batches, mean_ranks, sum_tokens or dpo (mean "
+        "over the pairs of the global batch).",
     ),
 ]
-BetaOption = Annotated[
-    float | None,
-    typer.Option("--beta", help="Beta of the objective dpo.", show_default=False),
-]
+BetaOption = Annotated[float | None, typer.Option("--beta", help="Beta of the DPO loss.")]
 SmoothingOption = Annotated[
-    float, typer.Option("--label-smoothing", help="Label smoothing of the objective dpo.")
+    float, typer.Option("--label-smoothing", help="Label smoothing of the DPO loss.")
 ]
 ReferenceOption = Annotated[
     Path | None,
     typer.Option(
         "--reference",
         metavar="PATH",
-        help="Hugging Face folder of the reference model of the objective dpo. Default: recorded "
+        help="Hugging Face folder of the reference model of the DPO loss. Default: recorded "
         "log-probabilities, else the model without its adapters.",
-        show_default=False,
     ),
 ]
 DtypeOption = Annotated[
-    str,
-    typer.Option("--dtype", help="Precision of the recomputation: float32 or float64."),
+    str, typer.Option("--dtype", help="Precision of the recomputation: float32 or float64.")
 ]
 PageOutput = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE",
-        help="Also write an HTML page with all parameters.",
-        show_default=False,
-    ),
+    typer.Option("--out", metavar="FILE", help="Also write an HTML page with all parameters."),
 ]
 RecorderOutput = Annotated[
     Path, typer.Option("--out", metavar="FILE", help="Python file to write.")
@@ -120,7 +107,7 @@ def check_command(
             field="--beta",
             remedy="Give --objective dpo and --beta as the trainer has it",
         )
-    console = open_console(stderr=json_output, highlight=False)
+    console = open_console(stderr=json_output)
     with console.status("computing the step in one process"):
         report = check_recorded_step(
             folder,
@@ -137,15 +124,14 @@ def check_command(
     if out is not None:
         console.print(f"page: {out}")
     if json_output:
-        sys.stdout.write(json.dumps(report.as_dict(), allow_nan=False) + "\n")
+        print_json(report.as_dict(), allow_nan=False)
     if not report.passed:
-        if json_output:  # standard output contains only the JSON object
-            raise typer.Exit(ExitCode.CHECK_FAILED)
         num_wrong = sum(not result.passed for result in report.parameters)
-        raise CheckFailed(
+        fail_check(
             f"{num_wrong} of {len(report.parameters)} gradients and "
             f"{sum(not finding.passed for finding in report.findings)} of "
-            f"{len(report.findings)} other comparisons differ from one process"
+            f"{len(report.findings)} other comparisons differ from one process",
+            json_output=json_output,
         )
 
 

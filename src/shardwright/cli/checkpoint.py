@@ -24,21 +24,15 @@ from shardwright.checkpoint.commit import (
 )
 from shardwright.checkpoint.disk import list_sizes
 from shardwright.checkpoint.integrity import verify_checkpoint
-from shardwright.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    TensorEntry,
-    read_manifest,
-)
+from shardwright.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, read_manifest
 from shardwright.checkpoint.run_values import parse_values, read_values_file
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.console import open_console
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.text_streams import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.units import format_bytes, format_count, format_seconds
-
-SCHEMA_VERSION = 1
 
 app = typer.Typer(
     help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None
@@ -52,7 +46,6 @@ CheckpointPathArgument = Annotated[
             "Checkpoint (step-...), folder of checkpoints, or run folder; "
             "a local path or an fsspec URL."
         ),
-        show_default=False,
     ),
 ]
 
@@ -83,7 +76,7 @@ def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) 
             row["problem"] = error.problem
         rows.append(row)
     if json_output:
-        _print_json({"root": str(root), "checkpoints": rows})
+        print_json({"root": str(root), "checkpoints": rows})
         return
     table = Table("checkpoint", "", "size", "tensors", "ranks", "problem")
     for row in rows:
@@ -108,7 +101,7 @@ def verify_command(path: CheckpointPathArgument, json_output: JsonOutput = False
     checked = [_verify_with_progress(folder, is_quiet=json_output) for folder in folders]
     whole = all(not row["faults"] for row in checked)
     if json_output:
-        _print_json({"whole": whole, "checkpoints": checked})
+        print_json({"whole": whole, "checkpoints": checked})
     else:
         for row in checked:
             outcome = "damaged"  # a damaged manifest has no size
@@ -138,15 +131,14 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
     values = read_values_file(folder)
     parse_values(values, folder, step=manifest.step)
     if json_output:
-        _print_json(_build_inspection(folder, manifest, values))
+        print_json(_build_inspection(folder, manifest, values))
         return
     console = open_console()
     console.print(
         f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, "
         f"{manifest.written_by}; "
         f"{len(manifest.tensors)} tensors of "
-        f"{format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}",
-        highlight=False,
+        f"{format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}"
     )
     tensors = Table("tensor", "dtype", "shape", "elements", "slices")
     for name, entry in manifest.tensors.items():
@@ -202,9 +194,8 @@ def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, A
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(
-            escape_control_characters(folder.name), total=_compute_disk_bytes(folder)
-        )
+        num_bytes = sum(size or 0 for size in list_sizes(folder).values())
+        task = progress.add_task(escape_control_characters(folder.name), total=num_bytes)
         manifest, faults = verify_checkpoint(
             folder, on_block=lambda count: progress.advance(task, count)
         )
@@ -214,10 +205,6 @@ def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, A
         "seconds": round(time.monotonic() - started, 3),
         "faults": faults,
     }
-
-
-def _compute_disk_bytes(folder: StoragePath) -> int:
-    return sum(size or 0 for size in list_sizes(folder).values())
 
 
 @contextmanager
@@ -261,7 +248,3 @@ def _find_root(path: StoragePath) -> StoragePath:
         got=str(path),
         allowed="a step-... folder, a folder of them, or a run folder",
     )
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION} | content) + "\n")

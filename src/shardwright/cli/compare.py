@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,17 +9,15 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.errors import ExitCode
 
-SubjectRun = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run folder to check.", show_default=False)
-]
+SubjectRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to check.")]
 ReferenceRun = Annotated[
     Path,
     typer.Argument(
         metavar="REFERENCE",
         help="Run folder of the reference, e.g. of a smaller run or on one device.",
-        show_default=False,
     ),
 ]
 ToleranceOption = Annotated[
@@ -29,7 +26,6 @@ ToleranceOption = Annotated[
         "--tolerance",
         help="Maximum relative difference of the smoothed losses; default 0.003, or 0.01 if the "
         "runs have different precisions.",
-        show_default=False,
     ),
 ]
 WindowOption = Annotated[
@@ -39,7 +35,6 @@ WindowOption = Annotated[
         min=1,
         metavar="STEPS",
         help="Steps per average; default a tenth of the compared steps, between 25 and 1000.",
-        show_default=False,
     ),
 ]
 
@@ -69,6 +64,6 @@ def compare_command(
         )
     output.write("\n".join(describe_comparison(comparison)) + "\n")
     if as_json:
-        sys.stdout.write(json.dumps(comparison.as_dict(), allow_nan=False) + "\n")
+        print_json(comparison.as_dict(), allow_nan=False)
     if not comparison.agrees:
         raise typer.Exit(ExitCode.CHECK_FAILED)

@@ -3,7 +3,6 @@ recipe."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_text
 from shardwright.errors import InputError
-
-SCHEMA_VERSION = 1
 
 
 def convert_command(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE",
-            help="Configuration: DeepSpeed JSON, or Accelerate or Axolotl YAML.",
-            show_default=False,
+            metavar="FILE", help="Configuration: DeepSpeed JSON, or Accelerate or Axolotl YAML."
         ),
     ],
     system: Annotated[
@@ -32,18 +28,12 @@ def convert_command(
         typer.Option(
             "--from",
             help="deepspeed, accelerate or axolotl; default: detected from the file's keys.",
-            show_default=False,
         ),
     ] = None,
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="RECIPE",
-            help="Output file; default standard output.",
-            show_default=False,
-        ),
+        typer.Option("--out", metavar="RECIPE", help="Output file; default standard output."),
     ] = None,
     json_output: JsonOutput = False,
 ) -> None:
@@ -70,7 +60,6 @@ def convert_command(
         )
     if json_output:
         content = {
-            "schema_version": SCHEMA_VERSION,
             "system": converted.system,
             "recipe": converted.document,
             "needed": list(converted.missing_keys),
@@ -78,6 +67,6 @@ def convert_command(
             "notes": list(converted.remarks),
             "out": None if out is None else str(out),
         }
-        sys.stdout.write(json.dumps(content, default=str) + "\n")
+        print_json(content, default=str)
     elif out is None:
         sys.stdout.write(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.output.console import open_console
 from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.cli.output.data_table import render_report
+from shardwright.cli.output.json_output import print_json
 from shardwright.config import Recipe, load_recipe
 from shardwright.data.model_data import ReadShape, prepare_for_model
 from shardwright.data.prepared_data import PreparedData
@@ -27,8 +27,6 @@ from shardwright.data.preview import (
 )
 from shardwright.data.token_export import write_prepared_tokens
 from shardwright.masking import mask_secrets
-
-SCHEMA_VERSION = 1
 
 
 def data_command(
@@ -85,9 +83,9 @@ def data_command(
         content = build_json(loaded_recipe, prepared, length, decoded)
         if written is not None:
             content["written_tokens"] = written._asdict()
-        sys.stdout.write(json.dumps(content, ensure_ascii=False) + "\n")
+        print_json(content, ensure_ascii=False)
     else:
-        open_console(highlight=False).print(render_report(loaded_recipe, prepared, length, decoded))
+        open_console().print(render_report(loaded_recipe, prepared, length, decoded))
 
 
 def _choose_shape_reader(recipe: Recipe) -> ReadShape:
@@ -112,7 +110,6 @@ def build_json(
     Consecutive tokens with the same supervision are joined into one span.
     """
     return {
-        "schema_version": SCHEMA_VERSION,
         "recipe": recipe.name,
         "sequence_length": recipe.training.sequence_length,
         "content_hash": prepared.content_hash,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe_loading import parse_layout
 from shardwright.config.run import DeviceKind
-from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plans import settle_precision
@@ -34,15 +34,12 @@ NumRanksOption = Annotated[
         "--nproc",
         min=1,
         help="Ranks to start on this machine; default one per GPU, or two on a CPU.",
-        show_default=False,
     ),
 ]
 RecipeOption = Annotated[
     Path | None,
     typer.Option(
-        "--recipe",
-        help="Also check the groups of this recipe's layout, and its folders.",
-        show_default=False,
+        "--recipe", help="Also check the groups of this recipe's layout, and its folders."
     ),
 ]
 LayoutOption = Annotated[
@@ -53,7 +50,6 @@ LayoutOption = Annotated[
         help=(
             "Layout whose groups communicate, e.g. tp=2,dp_shard=4; default one group of all ranks."
         ),
-        show_default=False,
     ),
 ]
 CalibrateOption = Annotated[
@@ -62,7 +58,6 @@ CalibrateOption = Annotated[
         "--calibrate",
         metavar="OUT",
         help="Measure rates and write a profile for `plan --profile OUT`.",
-        show_default=False,
     ),
 ]
 ChecklistOption = Annotated[
@@ -70,8 +65,7 @@ ChecklistOption = Annotated[
     typer.Option(
         "--checklist",
         metavar="RECIPE",
-        help="Check a recipe instead: everything that a long run needs.",
-        show_default=False,
+        help="Only check this recipe, without measurements: everything that a long run needs.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
@@ -252,11 +246,9 @@ def _print_diagnosis(
             f"{len(profile.matmuls)} products, {len(profile.attention)} attention lengths and "
             f"{len(profile.collectives)} collectives"
         )
-        console.print(f"Measured {counts}. To plan with them:", highlight=False)
+        console.print(f"Measured {counts}. To plan with them:")
         console.print(
-            f"  shardwright plan RECIPE --cluster ... --profile {calibrate}",
-            highlight=False,
-            soft_wrap=True,
+            f"  shardwright plan RECIPE --cluster ... --profile {calibrate}", soft_wrap=True
         )
     _finish(content, diagnosis.findings, json_output=json_output)
 
@@ -302,9 +294,9 @@ def _finish(
 ) -> None:
     failed = [finding for finding in findings if finding.verdict == "fail"]
     if json_output:
-        sys.stdout.write(json.dumps(content) + "\n")
-        if failed:  # standard output contains only the JSON object
-            raise typer.Exit(ExitCode.CHECK_FAILED)
-    elif failed:
+        print_json(content)
+    if failed:
         names = ", ".join(f"{finding.section}: {finding.name}" for finding in failed)
-        raise CheckFailed(f"{len(failed)} of {len(findings)} checks fail ({names})")
+        fail_check(
+            f"{len(failed)} of {len(findings)} checks fail ({names})", json_output=json_output
+        )

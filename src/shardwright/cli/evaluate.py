@@ -20,13 +20,13 @@ from shardwright.cli.options import (
     ModelPath,
     enable_log,
 )
+from shardwright.cli.output.json_output import print_json
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.inference.exact_match import ExactMatchResult
     from shardwright.inference.model_source import ModelSource
 
-SCHEMA_VERSION = 1
 PROGRESS_INTERVAL_SECONDS = 10.0
 
 
@@ -35,9 +35,7 @@ def evaluate_command(
     questions: Annotated[
         Path,
         typer.Option(
-            "--questions",
-            help="File of questions with answers, in any format that `data` reads.",
-            show_default=False,
+            "--questions", help="File of questions with answers, in any format that `data` reads."
         ),
     ],
     pattern: Annotated[
@@ -122,12 +120,7 @@ def evaluate_command(
     }
     if json_output:
         written = None if path is None else str(path)
-        sys.stdout.write(
-            json.dumps(
-                {"schema_version": SCHEMA_VERSION, **score, "pattern": pattern, "texts": written}
-            )
-            + "\n"
-        )
+        print_json({**score, "pattern": pattern, "texts": written})
     else:
         sys.stdout.write(_format_score(score, path))
 

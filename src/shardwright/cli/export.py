@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
+from shardwright.cli.output.json_output import print_json
 from shardwright.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from shardwright.inference.model_source import ModelSource
     from shardwright.model.hf.hf_folder import ExportedFolder
 
-SCHEMA_VERSION = 1
-
 
 def export_command(
     source: ModelPath,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.")],
     dtype: Annotated[
         str,
         typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the training precision."),
@@ -38,7 +34,6 @@ def export_command(
                 "Store the matrices of the blocks in 8 bits for inference servers: fp8-block "
                 "(128 x 128 blocks, as DeepSeek-V3) or fp8-row (compressed-tensors)."
             ),
-            show_default=False,
         ),
     ] = None,
     quantise_exclude: Annotated[
@@ -47,7 +42,6 @@ def export_command(
             "--quantise-exclude",
             metavar="PATTERN",
             help="Weights that stay in --dtype, e.g. 'model.layers.0.*'. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     checkpoint: CheckpointChoice = "latest",
@@ -127,11 +121,7 @@ def export_command(
                 "held_against": written.checked_with,
             }
             if isinstance(written, ExportedAdapters)
-            else {
-                "weight_files": written.weight_files,
-                "checked": check,
-                "quantised": quantise,
-            }
+            else {"weight_files": written.weight_files, "checked": check, "quantised": quantise}
         )
         _print_json(model, out, dtype_name, written, **extra)
 
@@ -169,7 +159,6 @@ def _print_json(
 ) -> None:
     """Print a summary as a JSON object on standard output."""
     content = {
-        "schema_version": SCHEMA_VERSION,
         "source": model.name,
         "step": model.step,
         "path": str(out),
@@ -177,4 +166,4 @@ def _print_json(
         "num_parameters": written.num_parameters,
         "weights_bytes": written.weights_bytes,
     }
-    sys.stdout.write(json.dumps(content | extra) + "\n")
+    print_json(content | extra)

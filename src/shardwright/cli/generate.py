@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated
@@ -17,17 +16,16 @@ from shardwright.cli.options import (
     ModelPath,
     enable_log,
 )
+from shardwright.cli.output.json_output import print_json
 
 if TYPE_CHECKING:
     from shardwright.inference.generation import Completion
     from shardwright.inference.model_source import ModelSource
 
-SCHEMA_VERSION = 1
-
 
 def generate_command(
     source: ModelPath,
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.", show_default=False)],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Maximum number of new tokens.")
     ] = 200,
@@ -107,7 +105,7 @@ def generate_command(
             "prompt": prompt,
             "seconds": seconds,
         }
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
 
 
 _STOP_REASONS = {
@@ -119,7 +117,6 @@ _STOP_REASONS = {
 
 def _build_json(completion: Completion) -> dict[str, object]:
     return {
-        "schema_version": SCHEMA_VERSION,
         "text": completion.text,
         "num_prompt_tokens": len(completion.prompt_ids),
         "num_new_tokens": len(completion.new_ids),

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_text
 from shardwright.cluster.job import (
     Job,
@@ -28,8 +29,6 @@ from shardwright.cluster.job import (
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
-
-SCHEMA_VERSION = 1
 
 OptionalText = str | None
 
@@ -55,7 +54,7 @@ GpusPerNode = Annotated[
 ]
 RanksPerNode = Annotated[
     int | None,
-    _build_option("--ranks-per-node", "Ranks per node that train on CPUs; default 1.", min=1),
+    _build_option("--ranks-per-node", "Ranks per node, for training on CPUs; default 1.", min=1),
 ]
 LayoutText = Annotated[
     OptionalText,
@@ -95,8 +94,7 @@ SaveSeconds = Annotated[
 Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
 Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
 TimeLimit = Annotated[
-    OptionalText,
-    _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
+    OptionalText, _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")
 ]
 SweepValues = Annotated[
     OptionalText,
@@ -305,17 +303,8 @@ def _write_output(
         write_text(out, text)
     reply = submit_job(kind, text) if should_submit else None
     if json_output:
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "kind": kind,
-            "text": text,
-            "world_size": job.world_size,
-            "notes": notes,
-        }
-        sys.stdout.write(
-            json.dumps(content | {"out": None if out is None else str(out), "submitted": reply})
-            + "\n"
-        )
+        content = {"kind": kind, "text": text, "world_size": job.world_size, "notes": notes}
+        print_json(content | {"out": None if out is None else str(out), "submitted": reply})
     elif reply is not None:
         sys.stdout.write(f"submitted: {reply}\n")
     elif out is None:
@@ -366,7 +355,8 @@ def _launch_with_flags(*, slurm: bool, kubernetes: bool, torchrun: bool, **optio
             "choose one launcher",
             field="launch",
             got=" ".join(f"--{kind}" for kind in chosen) or None,
-            allowed="one of --slurm, --kubernetes and --torchrun",
+            allowed="slurm, kubernetes or torchrun",
+            remedy="Write it before the recipe: `shardwright launch slurm RECIPE`",
         )
     (kind,) = chosen
     _check_options(kind, options)

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 check failed, 2 wrong input, 3 run failed, 4 preempted aft
 from __future__ import annotations
 
 import errno
-import json
 import signal
 import sys
 import traceback
@@ -14,8 +13,9 @@ from collections.abc import Sequence
 
 import typer
 
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.text_streams import escape_control_characters, escape_unencodable
-from shardwright.cli.verbs import VERBS
+from shardwright.cli.verbs import VERBS, load_command
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 from shardwright.masking import mask_secrets
 from shardwright.version import __version__
@@ -37,13 +37,13 @@ def build_app(verb: str | None) -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback(invoke_without_command=True)(_print_version)
-    for name, entry in VERBS.items():
+    for name, summary in VERBS.items():
         if name != verb:
-            app.command(name, help=entry.summary)(_raise_not_called)
+            app.command(name, help=summary)(_raise_not_called)
             continue
-        loaded = entry.load_command()
+        loaded = load_command(name)
         if isinstance(loaded, typer.Typer):
-            app.add_typer(loaded, name=name, help=entry.summary)
+            app.add_typer(loaded, name=name, help=summary)
         else:
             app.command(name)(loaded)
     return app
@@ -129,7 +129,7 @@ def _report_end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> Ex
     """Under --json, print the error as an object on standard output; return the exit code."""
     if as_json:
         content = {"kind": kind, "message": message, "exit_code": int(code)}
-        sys.stdout.write(json.dumps({"schema_version": 1, "error": content}) + "\n")
+        print_json({"error": content})
     return code
 
 
@@ -151,4 +151,4 @@ def _report_error(error: ShardwrightError, *, as_json: bool) -> None:
                 "allowed": error.allowed,
                 "remedy": error.remedy,
             }
-        sys.stdout.write(json.dumps({"schema_version": 1, "error": content}) + "\n")
+        print_json({"error": content})

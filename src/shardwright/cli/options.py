@@ -11,16 +11,13 @@ import typer
 
 from shardwright.masking import MaskingFormatter
 
-RecipePath = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="YAML recipe.", show_default=False)
-]
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
         help="Change a recipe key, e.g. training.learning_rate=1e-4. Repeatable.",
-        show_default=False,
     ),
 ]
 JsonOutput = Annotated[
@@ -31,12 +28,7 @@ JsonOutput = Annotated[
     ),
 ]
 ModelPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN",
-        help="Run folder, or Hugging Face folder with config.json.",
-        show_default=False,
-    ),
+    Path, typer.Argument(metavar="RUN", help="Run folder, or Hugging Face folder with config.json.")
 ]
 CheckpointChoice = Annotated[
     str, typer.Option("--checkpoint", help="Checkpoint of a run: latest, best, or a step number.")

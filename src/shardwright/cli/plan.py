@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardwright.planner.prediction import Prediction
     from shardwright.planner.step_profile import StepProfile
 
-SCHEMA_VERSION = 1
-
 _MAX_DIGITS = 18
 """Digits of a GPU count; int() refuses more than 4,300."""
 
@@ -34,7 +32,7 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="GPUS",
-        help="Devices of a node, e.g. 8xH100-80GB; an unknown name lists the known ones.",
+        help="Devices of one node, e.g. 8xH100-80GB. An unknown name lists the known ones.",
     ),
 ]
 ClusterNodeCount = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
@@ -43,41 +41,29 @@ LinkName = Annotated[
     typer.Option(
         "--link",
         help="Link between nodes: ib400, eth100, ... Default: the usual link for the device.",
-        show_default=False,
     ),
 ]
 ProfilePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
-    ),
+    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
     str | None,
     typer.Option(
-        "--gpus",
-        metavar="N,N,...",
-        help="Also predict throughput for these numbers of GPUs.",
-        show_default=False,
+        "--gpus", metavar="N,N,...", help="Also predict throughput for these numbers of GPUs."
     ),
 ]
 PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="Precision instead of the recipe's, for example fp8; nvfp4 is experimental.",
-        show_default=False,
+        help="Plan for this precision instead of the recipe's, e.g. fp8. nvfp4 is experimental.",
     ),
 ]
 LoraRank = Annotated[
     int | None,
     typer.Option(
-        "--lora",
-        min=1,
-        metavar="RANK",
-        help="Predict training of low-rank adapters of this rank.",
-        show_default=False,
+        "--lora", min=1, metavar="RANK", help="Predict training of low-rank adapters of this rank."
     ),
 ]
 QuantisedOption = Annotated[
@@ -92,16 +78,12 @@ EmitOption = Annotated[
             "Write the chosen layout for deepspeed, accelerate, torchtitan or megatron, "
             "instead of the table."
         ),
-        show_default=False,
     ),
 ]
 EmitOutput = Annotated[
     Path | None,
     typer.Option(
-        "--out",
-        metavar="FILE",
-        help="With --emit: write to this file, and print the table too.",
-        show_default=False,
+        "--out", metavar="FILE", help="With --emit: write to this file, and print the table too."
     ),
 ]
 MeasuredStepsOption = Annotated[
@@ -116,8 +98,8 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         help=(
-            "Predict times with the row lengths and documents of the recipe's data, which is "
-            "prepared unless it is cached. Measured step times are not used."
+            "Predict times from the row lengths and documents of the recipe's data. The data is "
+            "prepared if it is not cached. Measured step times are not used."
         ),
     ),
 ]
@@ -127,10 +109,9 @@ ExpertLoadOption = Annotated[
         "--expert-load",
         metavar="RUN",
         help=(
-            "Predict with the loads of experts that this run of the model logged, instead of even "
-            "ones. Measured step times are not used."
+            "Predict with the expert loads that this run of the model logged, instead of equal "
+            "loads. Measured step times are not used."
         ),
-        show_default=False,
     ),
 ]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choice, with numbers.")]
@@ -210,12 +191,11 @@ def plan_command(
     )
     if json_output:
         content = (
-            {"schema_version": SCHEMA_VERSION}
-            | _build_json(result, loaded_recipe, target)
+            _build_json(result, loaded_recipe, target)
             | {"emitted": emitted, "seconds": seconds}
             | {"peer_copies": None if peer_copies is None else asdict(peer_copies)}
         )
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
         _print_warning(result)
     elif emitted is not None and out is None:
         if result.precision_reason is not None:
@@ -226,12 +206,7 @@ def plan_command(
         from shardwright.cli.output.plan_table import print_plan
 
         print_plan(
-            result,
-            loaded_recipe,
-            target,
-            num_layouts=top,
-            seconds=seconds,
-            corrections=corrections,
+            result, loaded_recipe, target, num_layouts=top, seconds=seconds, corrections=corrections
         )
         if peer_copies is not None:
             assert result.chosen is not None
@@ -269,7 +244,7 @@ def _print_warning(result: PlanningResult) -> None:
 def _check_emit(system: str | None, out: Path | None) -> None:
     """Refuse an unknown system before planning starts."""
     if system is not None:
-        from shardwright.convert.emit import check_system
+        from shardwright.convert.conversion import check_system
 
         check_system(system)
     elif out is not None:
@@ -287,7 +262,7 @@ def _emit_layout(
     """Return the chosen layout as another system's configuration; print its notes on standard
     error."""
     from shardwright.config.adapter_section import AdapterSection, QuantizeKind
-    from shardwright.convert.emit import emit
+    from shardwright.convert.conversion import emit
     from shardwright.convert.emitted_config import EmitRequest
     from shardwright.planner.auto_layout import apply_candidate
     from shardwright.plans import resolve_degrees
@@ -341,7 +316,9 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
     steps = recipe.training.max_steps
     chosen = result.chosen
 
-    def describe(prediction: Any) -> dict[str, Any]:
+    def describe(prediction: Prediction | None) -> dict[str, Any] | None:
+        if prediction is None:
+            return None
         fields: dict[str, Any] = prediction.as_dict()
         if steps is not None:
             fields |= {
@@ -359,7 +336,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
             "rates": cluster.rates_source,
         },
         "num_steps": steps,
-        "chosen": None if chosen is None else describe(chosen),
+        "chosen": describe(chosen),
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
         "rows": result.row_summary,
@@ -372,9 +349,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         if chosen is None or chosen.warning is None
         else f"the chosen layout {chosen.warning}",
         "layouts": [describe(prediction) for prediction in result.predictions],
-        "as_the_recipe_has_it": None
-        if result.recipe_prediction is None
-        else describe(result.recipe_prediction),
+        "as_the_recipe_has_it": describe(result.recipe_prediction),
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
@@ -382,9 +357,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
                 "reason": rejection.reason,
                 "needed_bytes": rejection.needed_bytes,
                 "change": rejection.change,
-                "changed": None
-                if rejection.changed_prediction is None
-                else describe(rejection.changed_prediction),
+                "changed": describe(rejection.changed_prediction),
             }
             for rejection in result.rejections
         ],
@@ -392,7 +365,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
             {
                 "num_gpus": point.num_gpus,
                 "efficiency": point.efficiency,
-                "chosen": None if point.prediction is None else describe(point.prediction),
+                "chosen": describe(point.prediction),
             }
             for point in result.scale_points
         ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.errors import DataError, InputError
 
 Measurements = Annotated[
@@ -20,7 +20,6 @@ Measurements = Annotated[
         "--measurements",
         metavar="FILE.csv",
         help="Table of configurations; columns with results are not read.",
-        show_default=False,
     ),
 ]
 PredictOutput = Annotated[
@@ -29,7 +28,6 @@ PredictOutput = Annotated[
         "--out",
         metavar="FILE.csv",
         help="Output table: id, pred_tok, pred_mem, fits, and the ends of their intervals.",
-        show_default=False,
     ),
 ]
 
@@ -105,7 +103,6 @@ def _print_outcome(
     if as_json:
         reasons = [{"reason": reason, "ids": ids} for reason, ids in refused.items()]
         content = {
-            "schema_version": 1,
             "predicted": num_rows - skipped,
             "not_predicted": skipped,
             "out": str(out),
@@ -114,7 +111,7 @@ def _print_outcome(
                 {"assumption": assumption, "ids": ids} for assumption, ids in assumed.items()
             ],
         }
-        sys.stdout.write(json.dumps(content) + "\n")
+        print_json(content)
     if num_rows and skipped == num_rows:
         raise DataError(
             "none of the rows can be predicted",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shardwright import api
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.config import load_recipe, parse_layout
-from shardwright.errors import CheckFailed, ExitCode
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,10 +33,7 @@ def rehearse_command(
     layout: Annotated[
         str | None,
         typer.Option(
-            "--layout",
-            metavar="DEGREES",
-            help="Change the recipe's layout, e.g. tp=8,pp=4.",
-            show_default=False,
+            "--layout", metavar="DEGREES", help="Change the recipe's layout, e.g. tp=8,pp=4."
         ),
     ] = None,
     overrides: Overrides = None,
@@ -45,8 +41,7 @@ def rehearse_command(
         str,
         typer.Option(
             "--device",
-            help="Device whose operators the step runs: cpu or cuda; auto uses CUDA if the ranks "
-            "would.",
+            help="Device to rehearse the step for: cpu or cuda; auto uses CUDA if the ranks would.",
         ),
     ] = "auto",
     each_rank: Annotated[
@@ -82,11 +77,11 @@ def rehearse_command(
         should_list_all=collectives,
     )
     if json_output:
-        sys.stdout.write(json.dumps(result.as_dict()) + "\n")
+        print_json(result.as_dict())
     if result.disagreement is not None:
-        if json_output:
-            raise typer.Exit(ExitCode.CHECK_FAILED)
-        raise CheckFailed(f"the ranks' collectives do not match: {result.disagreement}")
+        fail_check(
+            f"the ranks' collectives do not match: {result.disagreement}", json_output=json_output
+        )
 
 
 def rehearse_and_print(
@@ -102,7 +97,7 @@ def rehearse_and_print(
 
     def print_precision(choice: PrecisionChoice | None) -> None:
         if choice is not None:
-            console.print(f"precision {choice}", highlight=False)
+            console.print(f"precision {choice}")
 
     with console.status("starting") as status:
         result = api.rehearse(
@@ -124,7 +119,7 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
 
     layout = result.plan.layout
     devices = "CUDA ranks" if result.device == "cuda" else "ranks"
-    console.print(f"{layout} on {layout.world_size} {devices}", highlight=False)
+    console.print(f"{layout} on {layout.world_size} {devices}")
     headers = (
         "rank",
         "stage",
@@ -161,13 +156,12 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
             f"{format_bytes(worst.offloaded_activation_bytes)} of saved tensors, "
             f"{format_bytes(worst.offloaded_parameter_bytes)} of weights; "
             f"{format_bytes(worst.host_bytes)} in host memory, "
-            f"{format_bytes(worst.disk_bytes)} on disk",
-            highlight=False,
+            f"{format_bytes(worst.disk_bytes)} on disk"
         )
     _print_peak(worst, console)
     _print_traffic(result, worst, console)
     for line in result.assumptions:
-        console.print(f"assumption: {line}", highlight=False)
+        console.print(f"assumption: {line}")
     for report in result.reports if should_list_all else ():
         console.print(f"rank {report.rank}")
         for position, call in enumerate(report.collectives):
@@ -178,14 +172,10 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
             )
             console.print(
                 f"  {position:5} {call.kind:14} {format_bytes(call.num_bytes):>10} "
-                f"{call.dtype:9} {where}",
-                highlight=False,
+                f"{call.dtype:9} {where}"
             )
     if result.disagreement is None:
-        console.print(
-            "all collectives match: same order, same sizes, every send has a receive",
-            highlight=False,
-        )
+        console.print("all collectives match: same order, same sizes, every send has a receive")
 
 
 def _print_peak(report: RankRehearsal, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,15 +9,12 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_page
-
-SCHEMA_VERSION = 1
 
 ReportRuns = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
-    ),
+    typer.Argument(metavar="RUN", help="Run folders; several are drawn in the same charts."),
 ]
 ReportOutput = Annotated[
     Path | None,
@@ -27,7 +23,6 @@ ReportOutput = Annotated[
         metavar="FILE",
         help="Output page; default report.html in the run folder, or in the current folder for "
         "several runs. With --json, a page is written only if this is set.",
-        show_default=False,
     ),
 ]
 
@@ -55,9 +50,5 @@ def report_command(runs: ReportRuns, out: ReportOutput = None, as_json: JsonOutp
     if page is not None:
         output.write(f"page: {page}\n")
     if as_json:
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "page": None if page is None else str(page),
-            "runs": summaries,
-        }
-        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        shown_page = None if page is None else str(page)
+        print_json({"page": shown_page, "runs": summaries}, allow_nan=False)

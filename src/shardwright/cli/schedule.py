@@ -3,7 +3,6 @@ torch."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.options import JsonOutput
+from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.errors import ScheduleError
 
 if TYPE_CHECKING:
     from shardwright.schedule import ActionTimes, Schedule, ScheduleStatistics, Timeline
-
-SCHEMA_VERSION = 1
 
 _MAX_PASSES = 500_000
 """Maximum number of forward passes over all stages; this many take about a minute."""
@@ -30,31 +28,21 @@ ScheduleArgument = Annotated[
             "gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, dualpipev, "
             "or a file with one row of actions per rank."
         ),
-        show_default=False,
     ),
 ]
 Stages = Annotated[
     int | None,
     typer.Option(
-        "--stages",
-        min=1,
-        help="Ranks of the pipeline, for a NAME; each has one or more stages.",
-        show_default=False,
+        "--stages", min=1, help="Number of pipeline ranks, for a NAME; each has one or more stages."
     ),
 ]
 MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batches", min=1, help="Micro-batches per step, for a NAME.", show_default=False
-    ),
+    int | None, typer.Option("--micro-batches", min=1, help="Micro-batches per step, for a NAME.")
 ]
 VirtualStages = Annotated[
     int | None,
     typer.Option(
-        "--virtual-stages",
-        min=1,
-        help="Stages per rank, for interleaved_1f1b; default 2.",
-        show_default=False,
+        "--virtual-stages", min=1, help="Stages per rank, for interleaved_1f1b; default 2."
     ),
 ]
 TimesOption = Annotated[
@@ -70,9 +58,7 @@ TimesOption = Annotated[
 ]
 Svg = Annotated[
     Path | None,
-    typer.Option(
-        "--svg", metavar="FILE", help="Also draw the schedule to this SVG file.", show_default=False
-    ),
+    typer.Option("--svg", metavar="FILE", help="Also draw the schedule to this SVG file."),
 ]
 AsText = Annotated[
     bool, typer.Option("--text", help="Print only the actions, in the format of FILE.")
@@ -132,7 +118,7 @@ def schedule_command(
         sys.stdout.write(write_schedule(schedule))
         return
     if as_json:
-        sys.stdout.write(json.dumps(_build_json(schedule, proof, timeline)) + "\n")
+        print_json(_build_json(schedule, proof, timeline))
     _print_schedule(schedule, proof, timeline, is_drawn=not as_json)
 
 
@@ -204,7 +190,6 @@ def _build_json(
     p = schedule.num_ranks
     m = schedule.num_micro_batches
     return {
-        "schema_version": SCHEMA_VERSION,
         "name": schedule.name,
         "num_ranks": p,
         "num_stages": schedule.num_stages,
@@ -229,7 +214,7 @@ def _print_schedule(
 
     p = schedule.num_ranks
     m = schedule.num_micro_batches
-    console = open_console(stderr=not is_drawn, highlight=False)
+    console = open_console(stderr=not is_drawn)
     if is_drawn:
         from shardwright.schedule.terminal_chart import draw_terminal
 

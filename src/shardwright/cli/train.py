@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ import typer
 from shardwright import api
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_log
 from shardwright.cli.output.data_progress import show_data_progress
+from shardwright.cli.output.json_output import print_json
 from shardwright.config import load_recipe
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import detect_rank_environment
@@ -20,8 +20,6 @@ from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
-
-SCHEMA_VERSION = 1
 
 
 def train_command(
@@ -52,9 +50,8 @@ def train_command(
         bool,
         typer.Option(
             "--resume-if-begun",
-            help=(
-                "Resume if the run folder has a run, else start: for launchers that restart jobs."
-            ),
+            help="Resume if the run folder has a run, else start a new one; for launchers that "
+            "restart jobs.",
         ),
     ] = False,
     allow_drift: Annotated[
@@ -114,7 +111,7 @@ def train_command(
             # The launcher counts a rank that a signal kills as lost, even if its run is finished.
             ignore_stop_signals()
     if json_output and summary is not None:
-        sys.stdout.write(json.dumps({"schema_version": SCHEMA_VERSION, **summary}) + "\n")
+        print_json(summary)
 
 
 def _rehearse_first(recipe: Recipe, world_size: int, *, is_launched: bool) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.output.json_output import print_json
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, Preempted
 
 if TYPE_CHECKING:
     from shardwright.tuning.tuning_result import TuningResult
 
-SCHEMA_VERSION = 1
 
 _UNIT_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -27,7 +25,6 @@ TunedCluster = Annotated[
         "--cluster",
         metavar="GPUS",
         help="Devices of this machine, e.g. 8xH100-80GB; default the recipe's, else detected.",
-        show_default=False,
     ),
 ]
 NumRanks = Annotated[
@@ -36,29 +33,26 @@ NumRanks = Annotated[
         "--nproc",
         min=1,
         help="Number of ranks to start on this machine; default one per device of the cluster.",
-        show_default=False,
     ),
 ]
 ProfilePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", help="File of rates measured with doctor --calibrate.", show_default=False
-    ),
+    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
 ]
 Budget = Annotated[
-    str,
-    typer.Option("--budget", metavar="TIME", help="Time limit of everything: 90s, 10m, 1.5h."),
+    str, typer.Option("--budget", metavar="TIME", help="Time limit of everything: 90s, 10m, 1.5h.")
 ]
 TrialLimit = Annotated[
     str | None,
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial; default a quarter of the budget, all of it for the first.",
-        show_default=False,
+        help="Time limit of one trial. Default: a quarter of the budget; the first may use all of "
+        "it.",
     ),
 ]
-NumSteps = Annotated[int, typer.Option("--steps", min=3, help="Measured steps of the last round.")]
+NumSteps = Annotated[
+    int, typer.Option("--steps", min=3, help="Number of measured steps in the last round.")
+]
 NumCandidates = Annotated[
     int, typer.Option("--candidates", min=2, max=200, help="Maximum number of candidates.")
 ]
@@ -71,7 +65,6 @@ FixedSettings = Annotated[
             "Keep the recipe's value: layout, micro_batch_size, recompute, compile, prefetch, "
             "bucket_size or offload. Repeatable."
         ),
-        show_default=False,
     ),
 ]
 ResultsFolder = Annotated[
@@ -83,7 +76,6 @@ RecipeOutput = Annotated[
         "--out",
         metavar="FILE",
         help="File of the tuned recipe; default tuned.yaml in the folder of the results.",
-        show_default=False,
     ),
 ]
 ResumeOption = Annotated[
@@ -143,8 +135,7 @@ def tune_command(
     )
     is_stopped = result.ending == "stopped"
     if json_output and not is_stopped:
-        content = {"schema_version": SCHEMA_VERSION, "name": loaded_recipe.name}
-        sys.stdout.write(json.dumps(content | result.as_dict()) + "\n")
+        print_json({"name": loaded_recipe.name} | result.as_dict())
     else:
         print_result(result, console if json_output else open_console())
     if is_stopped:

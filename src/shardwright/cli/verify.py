@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
+from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.config import load_recipe
-from shardwright.errors import CheckFailed, ExitCode, InputError
+from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 
 OptionalRecipePath = Annotated[
-    Path | None,
-    typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.", show_default=False),
+    Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.")
 ]
 Layouts = Annotated[
     list[str] | None,
@@ -33,7 +31,6 @@ Layouts = Annotated[
         help=(
             "Layout to verify, e.g. zero_stage=3. Repeatable. Default: all data-parallel layouts."
         ),
-        show_default=False,
     ),
 ]
 MaxProcessesOption = Annotated[
@@ -44,12 +41,7 @@ MaxProcessesOption = Annotated[
 ]
 Dtypes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        help="float32 or float64. Repeatable. Default: both.",
-        show_default=False,
-    ),
+    typer.Option("--dtype", metavar="DTYPE", help="float32 or float64. Repeatable. Default: both."),
 ]
 NumLayers = Annotated[
     int | None,
@@ -72,7 +64,7 @@ FullOption = Annotated[
     typer.Option(
         "--full",
         help=(
-            "All combinations of accumulation, recompute, tying and dropout, "
+            "Verify all combinations of accumulation, recompute, tying and dropout, "
             "instead of three cases."
         ),
     ),
@@ -82,7 +74,7 @@ AllOption = Annotated[
     typer.Option(
         "--all",
         help=(
-            "Small models of three families under all kinds of parallelism and their "
+            "Verify small models of three families under all kinds of parallelism and their "
             "combinations, in float32."
         ),
     ),
@@ -132,9 +124,7 @@ def verify_command(
     def print_settings(choice: PrecisionChoice | None) -> None:
         if choice is not None:
             console.print(
-                f"precision {choice}; "
-                f"gradients are compared in {' and '.join(dtypes)} nevertheless",
-                highlight=False,
+                f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless"
             )
         if loaded_recipe.model.compile is True:
             console.print("model.compile is ignored: blocks run uncompiled")
@@ -156,12 +146,13 @@ def verify_command(
         )
     _print_report(report, console)
     if json_output:
-        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+        print_json(report.as_dict())
     if not report.passed:
-        if json_output:  # standard output contains only the JSON object
-            raise typer.Exit(ExitCode.CHECK_FAILED)
         failed = sum(not cell.passed for cell in report.cells)
-        raise CheckFailed(f"{failed} of {len(report.cells)} cells differ from one process")
+        fail_check(
+            f"{failed} of {len(report.cells)} cells differ from one process",
+            json_output=json_output,
+        )
 
 
 def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
@@ -169,7 +160,7 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     from shardwright.cli.output.console import open_console
     from shardwright.verification.grid import list_cells
     from shardwright.verification.rank_pool import RankPool
-    from shardwright.verification.verification import SCHEMA_VERSION, GridCellResult, verify_grid
+    from shardwright.verification.verification import GridCellResult, verify_grid
 
     if recipe is not None:
         raise InputError(
@@ -185,12 +176,7 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
         result = row.result
         description = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
         if result is None:
-            console.print(
-                f"{description} refused: {cell.refusal}",
-                style="dim",
-                highlight=False,
-                soft_wrap=True,
-            )
+            console.print(f"{description} refused: {cell.refusal}", style="dim", soft_wrap=True)
             return
         error = max(
             (finding.error for finding in result.findings if finding.allowed > 0.0),
@@ -201,12 +187,7 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
             if row.passed
             else f"{error:.1e} FAIL {result.failure or _describe_failures(result)}"
         )
-        console.print(
-            f"{description} {outcome}",
-            style="" if row.passed else "red",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(f"{description} {outcome}", style="" if row.passed else "red", soft_wrap=True)
 
     with RankPool(timeout_seconds=300.0) as pool:
         rows = verify_grid(list_cells(max_ranks), pool, on_row=print_row)
@@ -217,16 +198,11 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
         f"{len(rows) - len(run)} layouts refused by the recipe's validation"
     )
     if json_output:
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "passed": not failed,
-            "cells": [row.as_dict() for row in rows],
-        }
-        sys.stdout.write(json.dumps(content) + "\n")
-        if failed:
-            raise typer.Exit(ExitCode.CHECK_FAILED)
-    elif failed:
-        raise CheckFailed(f"{len(failed)} of {len(run)} cells differ from one process")
+        print_json({"passed": not failed, "cells": [row.as_dict() for row in rows]})
+    if failed:
+        fail_check(
+            f"{len(failed)} of {len(run)} cells differ from one process", json_output=json_output
+        )
 
 
 def _describe_failures(result: CellResult) -> str:
@@ -245,8 +221,7 @@ def _print_report(report: VerificationReport, console: Console) -> None:
     console.print(
         f"{shape.family}: {shape.num_layers} layers, hidden size {shape.hidden_size}, "
         f"{shape.num_parameters:,} parameters; "
-        f"rows of {report.sequence_length} tokens",
-        highlight=False,
+        f"rows of {report.sequence_length} tokens"
     )
     table = Table(
         "layout", "dtype", "closest to its limit", "error", "cases", box=None, pad_edge=False
@@ -266,9 +241,9 @@ def _print_report(report: VerificationReport, console: Console) -> None:
                     f"{finding.quantity}, {finding.subject}: error {finding.error:.2e}, "
                     f"allowed {finding.allowed:.0e}"
                 )
-                console.print(f"fails: {description}: {text}", style="red", highlight=False)
+                console.print(f"fails: {description}: {text}", style="red")
         if cell.failure:
-            console.print(f"fails: {description}: {cell.failure}", style="red", highlight=False)
+            console.print(f"fails: {description}: {cell.failure}", style="red")
 
 
 def _find_worst(cells: list[CellResult]) -> tuple[str, str]:

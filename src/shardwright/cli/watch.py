@@ -13,9 +13,7 @@ import typer
 
 WatchRuns = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="RUN", help="Run folders; several are drawn in the same charts.", show_default=False
-    ),
+    typer.Argument(metavar="RUN", help="Run folders; several are drawn in the same charts."),
 ]
 
 

@@ -134,13 +134,26 @@ class Job:
                     remedy="Put the URL into the recipe, with ${NAME} for the credentials; a sweep "
                     "needs a checkpoint.dir without credentials",
                 )
+        if self.recipe.elastic.spare_nodes >= self.num_nodes:
+            raise InputError(
+                "no node is left for the ranks",
+                field="elastic.spare_nodes",
+                got=self.recipe.elastic.spare_nodes,
+                allowed=f"at most {self.num_nodes - 1}",
+                remedy="Raise --nodes, which counts the spare nodes too",
+            )
         if not self.recipe.layout.auto:
             resolve_degrees(self.recipe, self.world_size)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
-        return self.num_nodes * self.ranks_per_node
+        """Number of ranks on all nodes that are no spare ones."""
+        return (self.num_nodes - self.recipe.elastic.spare_nodes) * self.ranks_per_node
+
+    @property
+    def keeps_processes(self) -> bool:
+        """True if one process per node starts the ranks there, and outlives the loss of a node."""
+        return self.recipe.elastic.warm_restarts
 
     @property
     def run_folder(self) -> str:
@@ -163,6 +176,8 @@ class Job:
     def build_train_arguments(self) -> list[str]:
         """Return `train RECIPE` and its options, without `--resume` and `--resume-if-begun`."""
         arguments = ["train", self.recipe_path]
+        if self.keeps_processes:
+            arguments += ["--nproc", str(self.ranks_per_node)]
         for override in self.overrides:
             arguments += ["--set", override]
         if self.layout is not None:
@@ -185,9 +200,10 @@ class Job:
     def list_warnings(self) -> list[str]:
         """Return warnings about recipe settings that a launcher changes or ignores."""
         warnings = []
-        if self.recipe.elastic.min_ranks is not None:
+        if self.recipe.elastic.min_ranks is not None and not self.keeps_processes:
             warnings.append(
-                "elastic.min_ranks applies to a single machine; here every restart uses all nodes"
+                "elastic.min_ranks has no effect: every restart uses all nodes, except with "
+                "elastic.warm_restarts"
             )
         if self.num_nodes > 1 and not self.max_restarts:
             warnings.append("elastic.max_restarts is 0: the loss of a rank or node ends the run")

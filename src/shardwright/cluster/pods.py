@@ -66,10 +66,7 @@ def normalise_name(job: Job) -> str:
 
 def build_metadata(name: str, options: KubernetesOptions) -> dict[str, Any]:
     """Return the metadata of an object in the namespace of the options."""
-    return {
-        "name": name,
-        **({"namespace": options.namespace} if options.namespace else {}),
-    }
+    return {"name": name, **({"namespace": options.namespace} if options.namespace else {})}
 
 
 def build_pod_spec(

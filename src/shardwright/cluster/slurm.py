@@ -6,6 +6,9 @@ requeues its job.
 
 Slurm itself requeues the job after the loss of a node, and kills the script. So the script counts
 the restarts that followed a save, in a file, and takes the others from Slurm's own count.
+
+With `elastic.warm_restarts` each task starts the ranks of its node, and Slurm leaves job and step
+alone when a node other than the first is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import shlex
 from dataclasses import dataclass
 
 from shardwright.cluster.job import Job, Sweep, build_export_lines
+from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import ExitCode, InputError
 
 _TIME_LIMIT = re.compile(r"^(\d+-)?\d+(:\d{1,2}){0,2}$")
@@ -69,7 +73,11 @@ class SlurmOptions:
 
 def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     """Return the script for `sbatch`."""
-    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={_EXIT_WAIT_SECONDS}"]
+    # 0 waits for ever: the run continues without the processes of a node.
+    wait_seconds = 0 if job.keeps_processes else _EXIT_WAIT_SECONDS
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
+    if job.keeps_processes:
+        srun.append("--no-kill")
     if options.image is not None:
         srun += [f"--container-image={options.image}"]
     command = shlex.join(srun)
@@ -91,6 +99,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "MASTER_ADDR=${MASTER_ADDR%%$'\\n'*}",
         f"MASTER_PORT={job.port}" if job.port else "MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
         "export MASTER_ADDR MASTER_PORT",
+        *_build_token(job),
         *build_export_lines(job.build_environment()),
         "",
         "# A requeued job resumes from its newest complete checkpoint; "
@@ -110,16 +119,29 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _build_token(job: Job) -> list[str]:
+    """Return lines that draw the secret by which the launcher knows the job's nodes."""
+    if not job.keeps_processes or job.num_nodes == 1:
+        return []
+    return [
+        f"{NODE_TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
+        f"export {NODE_TOKEN_VARIABLE}",
+    ]
+
+
 def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
     directives = [
         f"--job-name={job.recipe.name}",
         f"--nodes={job.num_nodes}",
-        f"--ntasks-per-node={job.ranks_per_node}",
+        f"--ntasks-per-node={1 if job.keeps_processes else job.ranks_per_node}",
     ]
+    if job.keeps_processes:
+        directives.append("--no-kill")
     if job.has_accelerators:
         directives.append(f"--gpus-per-node={job.ranks_per_node}")
     if job.cores_per_rank is not None:
-        directives.append(f"--cpus-per-task={job.cores_per_rank}")
+        ranks_per_task = job.ranks_per_node if job.keeps_processes else 1
+        directives.append(f"--cpus-per-task={job.cores_per_rank * ranks_per_task}")
     for name in ("partition", "account", "time"):
         value = getattr(options, name)
         if value is not None:

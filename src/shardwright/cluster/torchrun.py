@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shlex
 from collections.abc import Sequence
 
 from shardwright.cluster.job import Job
+from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import InputError
 
 DEFAULT_PORT = 29500
@@ -35,6 +37,10 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     rendezvous, ten minutes); when its command is started again, all resume from the newest
     complete checkpoint.
 
+    With `elastic.warm_restarts` the commands are without torchrun, which would end the processes of
+    all nodes. The loss of a node other than the first leaves the others' processes; its command may
+    be started again at any time.
+
     Args:
         hosts: an address of each node that the others can reach; empty for a single node.
     """
@@ -48,7 +54,13 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         # With a shared store, the surviving nodes do not announce the address again that a
         # replacement node waits for.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if job.keeps_processes:
+            environment[NODE_TOKEN_VARIABLE] = secrets.token_hex(16)
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    if job.num_nodes == 1 and not hosts and job.keeps_processes:
+        return [
+            f"{variables} shardwright {shlex.join(job.build_train_arguments())} --resume-if-begun"
+        ]
     if job.num_nodes == 1 and not hosts:
         command = ["torchrun", "--standalone", common, *build_torchrun_arguments(job)]
         return [f"{variables} {shlex.join(command)}"]
@@ -68,6 +80,12 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
                 got=repr(host),
                 allowed="names or addresses, e.g. node1,node2",
             )
+    if job.keeps_processes:
+        return [
+            f"{variables} {_build_place(job, hosts[0], number)} "
+            f"shardwright {shlex.join(job.build_train_arguments())} --resume-if-begun"
+            for number in range(job.num_nodes)
+        ]
     endpoint = f"{hosts[0]}:{job.port or DEFAULT_PORT}"
     commands = []
     for number, host in enumerate(hosts):
@@ -85,3 +103,16 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
         ]
         commands.append(f"{variables} {shlex.join(command)}")
     return commands
+
+
+def _build_place(job: Job, first_host: str, number: int) -> str:
+    """Return the variables that tell one process per node its place, by torchrun's names."""
+    place = {
+        "RANK": str(number),
+        "WORLD_SIZE": str(job.num_nodes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": first_host,
+        "MASTER_PORT": str(job.port or DEFAULT_PORT),
+    }
+    return " ".join(f"{name}={value}" for name, value in place.items())

@@ -7,5 +7,3 @@ from shardwright.config.recipe_loading import (
     load_recipe,
     parse_layout,
 )
-
-__all__ = ["Recipe", "apply_overrides", "dump_recipe", "load_recipe", "parse_layout"]

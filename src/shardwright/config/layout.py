@@ -31,6 +31,11 @@ class LayoutSection(RecipeSection):
     sequence_parallel: bool = True
     """With `tp`: also shard norms and the residual stream over the sequence, which saves their
     memory at no extra communication."""
+    async_tensor_parallel: Literal["none", "auto", "chunked", "fused"] = "none"
+    """Overlap of tensor-parallel communication with products, in blocks that are not compiled.
+    `chunked`: chunks of tokens are communicated beside the products of others, and gradients are
+    summed behind those of weights. `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks
+    of one node) in place of chunks. `auto`: `fused` where it is available, else none."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
     keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""

@@ -60,9 +60,15 @@ class RollbackSection(RecipeSection):
     are logged and training continues."""
 
 
+NODE_TOKEN_VARIABLE = "SHARDWRIGHT_NODE_TOKEN"
+"""Environment variable with the secret of a run whose nodes keep their processes
+(`elastic.warm_restarts`): the launcher on the first node accepts no others."""
+
+
 class ElasticSection(RecipeSection):
-    """Restarts after the loss of a rank: all ranks of this machine continue from the newest
-    complete checkpoint, in new processes or, with `warm_restarts`, mostly in those they have."""
+    """Restarts after the loss of a rank: all ranks that `train --nproc` started continue from the
+    newest complete checkpoint, in new processes or, with `warm_restarts`, mostly in those they
+    have."""
 
     max_restarts: NonNegative = 0
     """Maximum number of restarts in one call of `train`; 0 ends the run at the first
@@ -82,7 +88,13 @@ class ElasticSection(RecipeSection):
     caches, and start the lost rank from a spare process that waits. A restart then takes about
     a second instead of several; the spare occupies a few hundred MB of host memory. Processes
     that cannot leave the failed generation within ten seconds are replaced. Only for ranks
-    started by `train --nproc`."""
+    started by `train --nproc`; on several nodes, one such command per node."""
+    spare_nodes: NonNegative = 0
+    """Number of nodes without ranks, whose processes wait for the loss of another node. With
+    `warm_restarts` on several nodes only."""
+    node_wait_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds that the other nodes wait, after the loss of a node, for one to take its ranks: a
+    node that connects again. Then the run continues with fewer ranks (`min_ranks`), or ends."""
     peer_copies: Annotated[int, Field(ge=0, le=1)] = 0
     """1 keeps a copy of every rank's state in the memory of another rank's process, on another
     node if there are several, and renews it after every step while the next one is computed. A
@@ -102,6 +114,10 @@ class ElasticSection(RecipeSection):
             )
         if self.warm_restarts and not self.max_restarts:
             raise ValueError("`warm_restarts` is for restarts: set `max_restarts` too")
+        if self.spare_nodes and not self.warm_restarts:
+            raise ValueError(
+                "`spare_nodes` have processes that wait for a lost node: set `warm_restarts` too"
+            )
         if self.peer_copies and not self.warm_restarts:
             raise ValueError(
                 "`peer_copies` are in the memory of processes that stay: set `warm_restarts` too"

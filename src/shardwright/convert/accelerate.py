@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig, build_comment_header
-from shardwright.convert.recipe_draft import RecipeDraft, SourceDocument
+from shardwright.convert.recipe_draft import FP8_NOT_CARRIED, RecipeDraft, SourceDocument
 
 _CP_COMM_STRATEGIES = {"all_gather": "allgather", "ring": "alltoall"}
 """Our `cp_method` and accelerate's cp_comm_strategy, which gathers keys and values or rotates
@@ -172,11 +172,7 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
             draft.drop(key, value, "`shardwright launch` determines where ranks run")
     precision = source.pop_value("mixed_precision", "no")
     if precision == "fp8":
-        draft.drop(
-            "mixed_precision",
-            precision,
-            "`plan` predicts fp8, but `train` does not support it; bf16 is the closest",
-        )
+        draft.drop("mixed_precision", precision, FP8_NOT_CARRIED)
     else:
         draft.set_value(
             "precision.kind", {"no": "fp32"}.get(str(precision), precision), "mixed_precision"

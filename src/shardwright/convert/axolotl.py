@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.convert.accelerate import read_fsdp
-from shardwright.convert.recipe_draft import RecipeDraft, SourceDocument
+from shardwright.convert.recipe_draft import FP8_NOT_CARRIED, RecipeDraft, SourceDocument
 
 _RECIPE_KEYS = {
     "base_model": "model.path",
@@ -236,7 +236,7 @@ def _read_precision(source: SourceDocument, draft: RecipeDraft) -> None:
     if kinds["tf32"]:
         draft.drop("tf32", kinds["tf32"], "fp32 matrix products do not use TF32 here")
     if kinds["fp8"]:
-        draft.drop("fp8", kinds["fp8"], "`plan` predicts fp8, but `train` does not support it")
+        draft.drop("fp8", kinds["fp8"], FP8_NOT_CARRIED)
 
 
 def _read_data(source: SourceDocument, draft: RecipeDraft) -> None:

@@ -1,5 +1,7 @@
-"""Conversion of another system's file to a recipe, with comments on everything not carried
-over."""
+"""Conversion of another system's file to a recipe, and of a plan to another system's file.
+
+Everything that is not carried over is listed in comments or notes.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,23 @@ from typing import Any
 
 from shardwright.config.recipe_loading import MAX_RECIPE_BYTES, apply_overrides, validate_recipe
 from shardwright.config.yaml_document import dump_yaml, parse_yaml
-from shardwright.convert import accelerate, axolotl, deepspeed
+from shardwright.convert import accelerate, axolotl, deepspeed, megatron, torchtitan
+from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.convert.recipe_draft import DroppedKey, RecipeDraft, SourceDocument
-from shardwright.errors import InputError
+from shardwright.errors import InputError, suggest_name
 from shardwright.files import read_text
 
 CONFIG_READERS: dict[str, Callable[[SourceDocument, RecipeDraft], None]] = {
     "deepspeed": deepspeed.read,
     "accelerate": accelerate.read,
     "axolotl": axolotl.read,
+}
+
+CONFIG_WRITERS: dict[str, Callable[[EmitRequest], EmittedConfig]] = {
+    "deepspeed": deepspeed.write,
+    "accelerate": accelerate.write,
+    "torchtitan": torchtitan.write,
+    "megatron": megatron.write,
 }
 
 _SYSTEM_KEYS = {
@@ -166,3 +176,33 @@ def _has_key(document: Mapping[str, Any], dotted: str) -> bool:
 def _shorten(value: Any, max_characters: int = 60) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
+
+
+def emit(system: str, request: EmitRequest) -> EmittedConfig:
+    """Return the plan as a configuration of one of `CONFIG_WRITERS`; notes list what it cannot
+    express.
+
+    Raises:
+        InputError: an unknown system, or 8-bit or 4-bit products.
+    """
+    check_system(system)
+    if request.recipe.precision.kind in ("fp8", "nvfp4"):
+        raise InputError(
+            "recipes of 8-bit and 4-bit products differ between systems and are not converted",
+            field="precision.kind",
+            got=request.recipe.precision.kind,
+            remedy="Plan with --precision bf16, and set such products in the other system",
+        )
+    return CONFIG_WRITERS[system](request)
+
+
+def check_system(system: str) -> None:
+    """Raise InputError if the system is unknown."""
+    if system not in CONFIG_WRITERS:
+        raise InputError(
+            "unknown system",
+            field="--emit",
+            got=system,
+            allowed=", ".join(CONFIG_WRITERS),
+            remedy=suggest_name(system, CONFIG_WRITERS),
+        )

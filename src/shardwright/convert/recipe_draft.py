@@ -9,6 +9,7 @@ from typing import Any
 
 TRAINER_AUTO = "auto"
 """Placeholder that Hugging Face's Trainer replaces by a value of its own."""
+FP8_NOT_CARRIED = "recipes of 8-bit products differ between systems: set `precision` in the recipe"
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,9 @@ def _build_training_arguments(request: EmitRequest) -> dict[str, Any]:
 def _build_learning_rate_arguments(request: EmitRequest) -> dict[str, Any]:
     training = request.recipe.training
     arguments: dict[str, Any] = {"lr-scheduler.warmup-steps": training.warmup_steps}
+    peak = request.peak_learning_rate
+    ratio = request.min_learning_rate / peak if peak else 0.0
     if training.schedule in _LR_DECAY_TYPES:
-        ratio = (
-            request.min_learning_rate / request.peak_learning_rate
-            if request.peak_learning_rate
-            else 0.0
-        )
         return arguments | {
             "lr-scheduler.decay-type": _LR_DECAY_TYPES[training.schedule],
             "lr-scheduler.min-lr-factor": ratio,
@@ -119,11 +116,6 @@ def _build_learning_rate_arguments(request: EmitRequest) -> dict[str, Any]:
         return arguments | {"lr-scheduler.decay-ratio": 0.0}
     if training.max_steps is not None:  # warmup_stable_decay
         decay = training.decay_steps or max(1, training.max_steps // 10)
-        ratio = (
-            request.min_learning_rate / request.peak_learning_rate
-            if request.peak_learning_rate
-            else 0.0
-        )
         shape = {"lr-scheduler.decay-type": "linear", "lr-scheduler.min-lr-factor": ratio}
         return arguments | {"lr-scheduler.decay-ratio": decay / training.max_steps} | shape
     return arguments

@@ -230,9 +230,7 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
     if skipped and not source.glob and source.format == "auto":
         counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
         logger.warning(
-            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)",
-            field,
-            counts,
+            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)", field, counts
         )
     check_shard_names(source, [file.name for file in files], field)
     return sorted(files, key=lambda file: Path(file.name).parts)

@@ -15,12 +15,7 @@ from shardwright.data.data_checks import (
     check_vocabulary,
     sum_statistics,
 )
-from shardwright.data.data_report import (
-    DataReport,
-    compute_shares,
-    describe_side,
-    describe_sources,
-)
+from shardwright.data.data_report import DataReport, compute_shares, describe_side, describe_sources
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
@@ -62,9 +57,7 @@ def prepare_data(
     template = load_template(recipe, given_tokenizer) if sources.has_records else None
     key = compute_tokens_key(recipe, sources, given_tokenizer, template)
     folder = build_once(
-        sources.root,
-        f"tokens/{key}",
-        partial(tokenise_sources, sources, given_tokenizer, template),
+        sources.root, f"tokens/{key}", partial(tokenise_sources, sources, given_tokenizer, template)
     )
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
     records = [

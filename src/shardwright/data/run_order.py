@@ -1,4 +1,4 @@
-"""Order in which a run reads the samples of its dataset."""
+"""Order in which a run reads the samples of its dataset, and the documents of its rows."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def build_run_order(dataset: TokenDataset, seed: int, global_batch_size: int) ->
         ]
         return dataset.build_order(orders, global_batch_size)
     return SampleOrder(seed, len(dataset))
+
+
+def list_row_documents(
+    dataset: TokenDataset, order: PositionOrder, num_rows: int
+) -> tuple[tuple[int, ...], ...]:
+    """List the positions of each document of the first `num_rows` rows, in the order in which a
+    run reads them. Rows repeat after an epoch."""
+    return tuple(
+        dataset.list_document_lengths(order.get_index(position), order.get_epoch(position))
+        for position in range(num_rows)
+    )

@@ -36,10 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def compute_tokens_key(
-    recipe: Recipe,
-    sources: SourceFiles,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
+    recipe: Recipe, sources: SourceFiles, tokenizer: Tokenizer | None, template: ChatTemplate | None
 ) -> str:
     """Compute the cache key of the tokens from everything that they depend on."""
     tokenizer_spec: Any = (

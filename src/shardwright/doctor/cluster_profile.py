@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ from shardwright.hardware import (
     parse_cluster,
 )
 from shardwright.hardware.catalog_loading import find_accelerator
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.predictor import predict
@@ -117,6 +119,10 @@ class _PlannerLookups:
     messages: list[CollectiveMessage] = field(default_factory=list)
     elementwise: list[tuple[str, int, int]] = field(default_factory=list)
 
+    def as_request_fields(self) -> dict[str, Any]:
+        """Return the problems as fields of an `ExaminationRequest`."""
+        return {kind: tuple(problems) for kind, problems in vars(self).items()}
+
 
 def build_request(
     recipe: Recipe | None,
@@ -149,13 +155,7 @@ def build_request(
         if recipe is None
         else _list_recipe_lookups(recipe, layout, device_kind)
     )
-    return replace(
-        request,
-        matmuls=tuple(lookups.matmuls),
-        messages=tuple(lookups.messages),
-        attention=tuple(lookups.attention),
-        elementwise=tuple(lookups.elementwise),
-    )
+    return replace(request, **lookups.as_request_fields())
 
 
 def list_output_folders(recipe: Recipe | None) -> tuple[OutputFolder, ...]:
@@ -261,22 +261,15 @@ def build_request_for_runs(
         _record_lookups(shape, candidate, device_kind) or _list_default_lookups(device_kind)
         for shape, candidate in runs
     ]
+    matmuls, attention, messages, elementwise = (
+        list(dict.fromkeys(chain.from_iterable(problems)))
+        for problems in zip(*(vars(each).values() for each in lookups), strict=True)
+    )
     return ExaminationRequest(
         budget_seconds=len(runs) * CALIBRATION_SECONDS,
         layout=layout,
         device=device,
-        matmuls=tuple(
-            dict.fromkeys(shape for run_lookups in lookups for shape in run_lookups.matmuls)
-        ),
-        messages=tuple(
-            dict.fromkeys(message for run_lookups in lookups for message in run_lookups.messages)
-        ),
-        attention=tuple(
-            dict.fromkeys(rows for run_lookups in lookups for rows in run_lookups.attention)
-        ),
-        elementwise=tuple(
-            dict.fromkeys(tensor for run_lookups in lookups for tensor in run_lookups.elementwise)
-        ),
+        **_PlannerLookups(matmuls, attention, messages, elementwise).as_request_fields(),
     )
 
 
@@ -409,10 +402,12 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         elementwise_key = (rate["precision"], rate["tokens"], rate["width"])
         elementwise.setdefault(elementwise_key, []).append(rate_pair)
     handoffs = [rate["seconds"] for rate in rates.get("handoffs", ())]
-    collectives: dict[tuple[CollectiveKind, int, int, int], float] = {}
+    collectives: dict[tuple[CollectiveKind, int, int, int], tuple[float, float | None]] = {}
     for rate in rates["collectives"]:
         key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
-        collectives[key] = max(collectives.get(key, 0.0), rate["seconds"])
+        slowest = collectives.get(key)
+        if slowest is None or rate["seconds"] > slowest[0]:
+            collectives[key] = (rate["seconds"], rate.get("processor_seconds"))
     return MeasuredProfile(
         accelerator=diagnosis.device_name or diagnosis.device_kind,
         catalog_name=find_catalog_name(diagnosis.device_kind, diagnosis.device_name),
@@ -422,7 +417,7 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         matmuls=tuple(
             MatmulRate(*shape, median(shape_rates)) for shape, shape_rates in products.items()
         ),
-        collectives=tuple(CollectiveRate(*key, seconds) for key, seconds in collectives.items()),
+        collectives=tuple(CollectiveRate(*key, *times) for key, times in collectives.items()),
         attention=tuple(
             AttentionRate(*key, *map(median, zip(*pairs, strict=True)))
             for key, pairs in attention.items()

@@ -2,9 +2,9 @@
 
 Bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): bytes/s of the message times the bytes
 that each rank must send per byte of it, so it compares with the link's peak for any collective
-and number of ranks. `hardware.profile` defines the message bytes. All groups of an axis run at
-the same time, as in training. A time is that of the group's slowest rank in the best of several
-rounds.
+and number of ranks. `hardware.measured_profile` defines the message bytes. All groups of an axis
+run at the same time, as in training. A time is that of the group's slowest rank in the best of
+several rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwright.doctor.outliers import LINK_THRESHOLDS, find_outliers
 from shardwright.errors import InputError
 from shardwright.hardware import CollectiveRate, Link
 from shardwright.hardware.catalog_loading import find_link, find_node
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import AXES, Layout, RankGrid
 from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.units import format_bytes
@@ -79,6 +79,8 @@ class GroupTime:
     kind: CollectiveKind
     message_bytes: int
     seconds: float
+    processor_seconds: float | None = None
+    """Seconds in which this CPU rank's processor works for it. None on a GPU."""
 
 
 def list_axis_groups(layout: Layout) -> list[AxisGroups]:
@@ -126,24 +128,31 @@ def time_collective(
     """
     work = _prepare_collective(kind, group, ranks, message_bytes, device)
 
-    def round_seconds(calls: int) -> float:
+    def time_round(calls: int) -> tuple[float, float]:
+        """Return the seconds of some calls, and those of this rank's processor."""
         _synchronise_group(group, device)
+        processor_start = time.process_time()
         start = time.perf_counter()
         for _ in range(calls):
             work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - processor_start
 
-    round_seconds(1)
-    first = torch.tensor([round_seconds(1)], dtype=torch.float64, device=device)
+    def build_time(call_seconds: float, processor_seconds: float) -> GroupTime:
+        busy = min(processor_seconds, call_seconds) if device.type == "cpu" else None
+        return GroupTime(axis, tuple(ranks), kind, message_bytes, call_seconds, busy)
+
+    time_round(1)
+    one_seconds, one_processor_seconds = time_round(1)
+    first = torch.tensor([one_seconds], dtype=torch.float64, device=device)
     # All members must make the same number of calls.
     dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
     if float(first) >= seconds:
-        return GroupTime(axis, tuple(ranks), kind, message_bytes, float(first))
+        return build_time(float(first), one_processor_seconds)
     calls = min(200, max(1, int(seconds / rounds / max(float(first), 1e-6))))
-    best = min(round_seconds(calls) for _ in range(rounds)) / calls
-    return GroupTime(axis, tuple(ranks), kind, message_bytes, best)
+    best, processor_seconds = min(time_round(calls) for _ in range(rounds))
+    return build_time(best / calls, processor_seconds / calls)
 
 
 def _synchronise_group(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -205,15 +214,27 @@ def send_or_receive(
 
 
 def merge_group_times(times: Mapping[int, Sequence[GroupTime]]) -> list[GroupTime]:
-    """Merge the ranks' times into one per group, collective and size: the slowest member's."""
-    merged: dict[tuple[str, tuple[int, ...], CollectiveKind, int], float] = {}
+    """Merge the ranks' times into one per group, collective and size: the slowest member's, and the
+    busiest processor's."""
+    merged: dict[tuple[str, tuple[int, ...], CollectiveKind, int], list[GroupTime]] = {}
     for rank_times in times.values():
         for measured in rank_times:
             key = (measured.axis, measured.ranks, measured.kind, measured.message_bytes)
-            merged[key] = max(merged.get(key, 0.0), measured.seconds)
+            merged.setdefault(key, []).append(measured)
     return [
-        GroupTime(axis, ranks, kind, size, seconds)
-        for (axis, ranks, kind, size), seconds in merged.items()
+        GroupTime(
+            *key,
+            max(measured.seconds for measured in by_rank),
+            max(
+                (
+                    measured.processor_seconds
+                    for measured in by_rank
+                    if measured.processor_seconds is not None
+                ),
+                default=None,
+            ),
+        )
+        for key, by_rank in merged.items()
     ]
 
 
@@ -225,6 +246,7 @@ def build_collective_rate(group_time: GroupTime, ranks_per_node: int) -> Collect
         ranks_per_node,
         group_time.message_bytes,
         group_time.seconds,
+        group_time.processor_seconds,
     )
 
 

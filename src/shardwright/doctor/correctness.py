@@ -77,9 +77,10 @@ def check_collectives(
     wrong = []
     size = len(ranks)
     length = max(_MIN_NUM_ELEMENTS, min(_NUM_ELEMENTS, _MAX_TOTAL_ELEMENTS // size))
-    inputs = [build_pattern(member, length * size, dtype, size) for member in range(size)]
+    inputs = [build_pattern(index, length * size, dtype, size) for index in range(size)]
+    member = _GroupMember(inputs, list(ranks).index(rank), ranks, group, device)
     for kind, run_collective in _COLLECTIVES.items():
-        actual, expected = run_collective(inputs, list(ranks).index(rank), ranks, group, device)
+        actual, expected = run_collective(member)
         problem = _compare(actual.cpu(), expected)
         if problem:
             wrong.append(
@@ -102,9 +103,15 @@ def _compare(actual: Tensor, expected: Tensor) -> str:
     )
 
 
-_RunCollective = Callable[
-    [list[Tensor], int, Sequence[int], dist.ProcessGroup, torch.device], tuple[Tensor, Tensor]
-]
+@dataclass(frozen=True)
+class _GroupMember:
+    """Member of a group that runs a collective: its position, and the inputs of all members."""
+
+    inputs: list[Tensor]
+    position: int
+    ranks: Sequence[int]
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 def _sum_exactly(inputs: list[Tensor]) -> Tensor:
@@ -112,51 +119,31 @@ def _sum_exactly(inputs: list[Tensor]) -> Tensor:
     return torch.stack([tensor.to(wide) for tensor in inputs]).sum(0).to(inputs[0].dtype)
 
 
-def _run_all_reduce(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    tensor = inputs[member].to(device, copy=True)
-    dist.all_reduce(tensor, group=group)
-    return tensor, _sum_exactly(inputs)
+def _run_all_reduce(member: _GroupMember) -> tuple[Tensor, Tensor]:
+    tensor = member.inputs[member.position].to(member.device, copy=True)
+    dist.all_reduce(tensor, group=member.group)
+    return tensor, _sum_exactly(member.inputs)
 
 
-def _run_all_gather(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    whole = torch.empty(inputs[0].numel() * len(inputs), dtype=inputs[0].dtype, device=device)
-    all_gather_single(whole, inputs[member].to(device), group=group)
-    return whole, torch.cat(inputs)
+def _run_all_gather(member: _GroupMember) -> tuple[Tensor, Tensor]:
+    expected = torch.cat(member.inputs)
+    whole = torch.empty_like(expected, device=member.device)
+    part = member.inputs[member.position].to(member.device)
+    all_gather_single(whole, part, group=member.group)
+    return whole, expected
 
 
-def _run_reduce_scatter(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _run_reduce_scatter(member: _GroupMember) -> tuple[Tensor, Tensor]:
+    inputs = member.inputs
     length = inputs[0].numel() // len(inputs)
-    part = torch.empty(length, dtype=inputs[0].dtype, device=device)
-    reduce_scatter_single(part, inputs[member].to(device), group=group)
-    return part, _sum_exactly(inputs)[member * length : (member + 1) * length]
+    part = torch.empty(length, dtype=inputs[0].dtype, device=member.device)
+    reduce_scatter_single(part, inputs[member.position].to(member.device), group=member.group)
+    return part, _sum_exactly(inputs)[member.position * length : (member.position + 1) * length]
 
 
-def _run_all_to_all(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _run_all_to_all(member: _GroupMember) -> tuple[Tensor, Tensor]:
     """Exchange parts of uneven length, as expert parallelism does."""
+    inputs = member.inputs
     length = inputs[0].numel() // len(inputs)
     send_sizes = [
         [length - (sender + receiver) % 3 for receiver in range(len(inputs))]
@@ -165,62 +152,52 @@ def _run_all_to_all(
     starts = [receiver * length for receiver in range(len(inputs))]
     tensor = torch.cat(
         [
-            inputs[member][start : start + size]
-            for start, size in zip(starts, send_sizes[member], strict=True)
+            inputs[member.position][start : start + size]
+            for start, size in zip(starts, send_sizes[member.position], strict=True)
         ]
-    ).to(device)
-    receive_sizes = [send_sizes[sender][member] for sender in range(len(inputs))]
-    received = torch.empty(sum(receive_sizes), dtype=tensor.dtype, device=device)
+    ).to(member.device)
+    receive_sizes = [send_sizes[sender][member.position] for sender in range(len(inputs))]
+    received = torch.empty(sum(receive_sizes), dtype=tensor.dtype, device=member.device)
     dist.all_to_all_single(
         received,
         tensor,
         output_split_sizes=receive_sizes,
-        input_split_sizes=send_sizes[member],
-        group=group,
+        input_split_sizes=send_sizes[member.position],
+        group=member.group,
     )
     return received, torch.cat(
         [
-            part[starts[member] : starts[member] + size]
+            part[starts[member.position] : starts[member.position] + size]
             for part, size in zip(inputs, receive_sizes, strict=True)
         ]
     )
 
 
-def _run_broadcast(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _run_broadcast(member: _GroupMember) -> tuple[Tensor, Tensor]:
+    inputs = member.inputs
     last = len(inputs) - 1
-    tensor = inputs[member].to(device, copy=True)
-    dist.broadcast(tensor, src=ranks[last], group=group)
+    tensor = inputs[member.position].to(member.device, copy=True)
+    dist.broadcast(tensor, src=member.ranks[last], group=member.group)
     return tensor, inputs[last]
 
 
-def _send_to_next(
-    inputs: list[Tensor],
-    member: int,
-    ranks: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+def _send_to_next(member: _GroupMember) -> tuple[Tensor, Tensor]:
     """Send to the next member and receive from the previous one."""
-    previous = (member - 1) % len(inputs)
-    following = (member + 1) % len(inputs)
-    received = torch.empty_like(inputs[previous], device=device)
-    tensor = inputs[member].to(device)
+    inputs = member.inputs
+    previous = (member.position - 1) % len(inputs)
+    following = (member.position + 1) % len(inputs)
+    received = torch.empty_like(inputs[previous], device=member.device)
+    tensor = inputs[member.position].to(member.device)
     operations = [
-        dist.P2POp(dist.isend, tensor, ranks[following], group),
-        dist.P2POp(dist.irecv, received, ranks[previous], group),
+        dist.P2POp(dist.isend, tensor, member.ranks[following], member.group),
+        dist.P2POp(dist.irecv, received, member.ranks[previous], member.group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return received, inputs[previous]
 
 
-_COLLECTIVES: dict[str, _RunCollective] = {
+_COLLECTIVES: dict[str, Callable[[_GroupMember], tuple[Tensor, Tensor]]] = {
     "all_reduce": _run_all_reduce,
     "all_gather": _run_all_gather,
     "reduce_scatter": _run_reduce_scatter,

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
@@ -51,12 +51,13 @@ from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 
 SCHEMA_VERSION = 1
+Item = TypeVar("Item")
 REQUEST_ADAPTER = TypeAdapter(ExaminationRequest)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, and the rates from which `calibrate.build_profile` builds a profile."""
+    """All findings, and the rates from which `cluster_profile.build_profile` builds a profile."""
 
     findings: tuple[Finding, ...]
     world_size: int
@@ -91,20 +92,20 @@ def examine(
     findings.
 
     Raises:
-        InputError: the order does not fit the ranks or devices.
+        InputError: the request does not fit the ranks or devices.
     """
     ranks = detect_rank_environment()
     if ranks is not None or num_ranks == 1:
         return examine_rank(request, ranks or RankEnvironment(), lambda diagnosis: None)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         folder = Path(name)
-        (folder / "order.json").write_bytes(REQUEST_ADAPTER.dump_json(request))
+        (folder / "request.json").write_bytes(REQUEST_ADAPTER.dump_json(request))
         failure: ShardwrightError | None = None
         try:
             launch_ranks(
                 num_ranks,
                 worker_module,
-                [str(folder / "order.json"), str(folder / "diagnosis.json")],
+                [str(folder / "request.json"), str(folder / "diagnosis.json")],
             )
         except InputError:
             raise
@@ -187,43 +188,21 @@ def diagnose(
         *_judge_machines(reports),
         *_judge_device_rates(reports),
         *storage.judge_writes(
-            {
-                rank: report.write_results
-                for rank, report in reports.items()
-                if report.write_results
-            },
-            hosts,
+            _collect(reports, lambda report: report.write_results or None), hosts
         ),
-        *scratch_disk.judge_scratch(
-            {
-                rank: report.scratch_rate
-                for rank, report in reports.items()
-                if report.scratch_rate is not None
-            },
-            hosts,
-        ),
+        *scratch_disk.judge_scratch(_collect(reports, lambda report: report.scratch_rate), hosts),
     ]
     if rendezvous is not None:
         findings += judge_rendezvous(rendezvous)
         findings += judge_missing_reports(reports, size, hosts)
-        findings += judge_clocks(
-            {
-                rank: report.clock_offset
-                for rank, report in reports.items()
-                if report.clock_offset is not None
-            },
-            hosts,
-        )
-        findings += storage.judge_visibility(
-            {rank: report.folder_visibility for rank, report in reports.items()},
-            request.folders,
-            hosts,
-        )
+        findings += judge_clocks(_collect(reports, lambda report: report.clock_offset), hosts)
+        visibility = _collect(reports, lambda report: report.folder_visibility)
+        findings += storage.judge_visibility(visibility, request.folders, hosts)
         findings += correctness.judge_correctness(
-            {rank: report.collective_checks for rank, report in reports.items()}
+            _collect(reports, lambda report: report.collective_checks)
         )
     group_times = collective_bandwidth.merge_group_times(
-        {rank: report.collective_times for rank, report in reports.items()}
+        _collect(reports, lambda report: report.collective_times)
     )
     ranks_per_node = {
         group_time.ranks: rendezvous.count_max_per_node(group_time.ranks) if rendezvous else 1
@@ -250,54 +229,44 @@ def diagnose(
     )
 
 
+def _collect(
+    reports: Mapping[int, RankExamination], select: Callable[[RankExamination], Item | None]
+) -> dict[int, Item]:
+    """Select a part of each report, by rank, without those that have none."""
+    parts = {rank: select(report) for rank, report in reports.items()}
+    return {rank: part for rank, part in parts.items() if part is not None}
+
+
 def _judge_machines(reports: Mapping[int, RankExamination]) -> list[Finding]:
-    by_rank = {
-        rank: report.software for rank, report in reports.items() if report.software is not None
-    }
+    by_rank = _collect(reports, lambda report: report.software)
     findings = software.judge_software(by_rank) if by_rank else []
     hosts: dict[str, tuple[host.Host, int]] = {}
     for report in reports.values():
         if report.host is not None:
-            entry = hosts.get(report.host_name)
-            hosts[report.host_name] = (
-                entry[0] if entry else report.host,
-                (entry[1] if entry else 0) + 1,
-            )
+            first, num_ranks = hosts.get(report.host_name, (report.host, 0))
+            hosts[report.host_name] = (first, num_ranks + 1)
     findings += host.judge_hosts(
         hosts, has_cuda=any(report.device_kind == "cuda" for report in reports.values())
     )
-    gpus = {
-        rank: report.idle_gpu for rank, report in reports.items() if report.idle_gpu is not None
-    }
-    if gpus:
-        loaded = {
-            rank: report.loaded_gpu
-            for rank, report in reports.items()
-            if report.loaded_gpu is not None
-        }
-        silent = {
-            rank: report.gpu_driver_error
-            for rank, report in reports.items()
-            if report.gpu_driver_error is not None
-        }
+    if gpus := _collect(reports, lambda report: report.idle_gpu):
+        loaded = _collect(reports, lambda report: report.loaded_gpu)
+        silent = _collect(reports, lambda report: report.gpu_driver_error)
         findings += gpu_health.judge_gpus(gpus, loaded, silent)
     return findings
 
 
 def _judge_device_rates(reports: Mapping[int, RankExamination]) -> list[Finding]:
     first = reports[min(reports)]
-    names = {rank: report.device_name for rank, report in reports.items()}
+    names = _collect(reports, lambda report: report.device_name)
     square_products = _select_square_matmuls(reports)
     findings = (
         rate_findings.judge_matmuls(square_products, first.device_kind, names)
         if square_products
         else []
     )
-    scaled = {
-        rank: report.scaled_products for rank, report in reports.items() if report.scaled_products
-    }
+    scaled = _collect(reports, lambda report: report.scaled_products or None)
     findings += scaled_rates.judge_scaled_products(scaled, first.device_kind)
-    copies = {rank: report.copies for rank, report in reports.items() if report.copies}
+    copies = _collect(reports, lambda report: report.copies or None)
     generation = None if first.loaded_gpu is None else first.loaded_gpu.pcie_generation
     return findings + (
         rate_findings.judge_copies(copies, first.device_kind, names, generation) if copies else []
@@ -316,11 +285,8 @@ def _select_square_matmuls(reports: Mapping[int, RankExamination]) -> dict[int, 
 def _compute_device_memory_bytes(reports: Mapping[int, RankExamination]) -> int:
     first = reports[min(reports)]
     if first.idle_gpu is not None:
-        return min(
-            report.idle_gpu.memory_bytes
-            for report in reports.values()
-            if report.idle_gpu is not None
-        )
+        gpus = _collect(reports, lambda report: report.idle_gpu)
+        return min(gpu.memory_bytes for gpu in gpus.values())
     num_sharing = sum(report.host_name == first.host_name for report in reports.values())
     return (
         0
@@ -334,41 +300,25 @@ def _collect_rates(
     group_times: Sequence[collective_bandwidth.GroupTime],
     ranks_per_node: Mapping[tuple[int, ...], int],
 ) -> dict[str, Any]:
+    def list_rates(select: Callable[[RankExamination], Sequence[Any]]) -> list[dict[str, Any]]:
+        return [
+            asdict(rate) | {"rank": rank}
+            for rank, report in reports.items()
+            for rate in select(report)
+        ]
+
+    handoffs = _collect(reports, lambda report: report.handoff_seconds)
     return {
-        "products": [
-            asdict(rate) | {"rank": rank}
-            for rank, report in reports.items()
-            for rate in report.matmuls
-        ],
-        "scaled_products": [
-            asdict(rate) | {"rank": rank}
-            for rank, report in reports.items()
-            for rate in report.scaled_products
-        ],
-        "attention": [
-            asdict(rate) | {"rank": rank}
-            for rank, report in reports.items()
-            for rate in report.attention
-        ],
-        "elementwise": [
-            asdict(rate) | {"rank": rank}
-            for rank, report in reports.items()
-            for rate in report.elementwise
-        ],
-        "handoffs": [
-            {"rank": rank, "seconds": report.handoff_seconds}
-            for rank, report in reports.items()
-            if report.handoff_seconds is not None
-        ],
-        "copies": [
-            asdict(rate) | {"rank": rank}
-            for rank, report in reports.items()
-            for rate in report.copies
-        ],
+        "products": list_rates(lambda report: report.matmuls),
+        "scaled_products": list_rates(lambda report: report.scaled_products),
+        "attention": list_rates(lambda report: report.attention),
+        "elementwise": list_rates(lambda report: report.elementwise),
+        "handoffs": [{"rank": rank, "seconds": seconds} for rank, seconds in handoffs.items()],
+        "copies": list_rates(lambda report: report.copies),
         "scratch": [
-            asdict(report.scratch_rate) | {"rank": rank}
-            for rank, report in reports.items()
-            if report.scratch_rate is not None and not report.scratch_rate.problem
+            asdict(rate) | {"rank": rank}
+            for rank, rate in _collect(reports, lambda report: report.scratch_rate).items()
+            if not rate.problem
         ],
         "collectives": [
             asdict(

@@ -39,7 +39,7 @@ from shardwright.doctor.rendezvous import Rendezvous
 from shardwright.doctor.software import Software
 from shardwright.doctor.stage_watchdog import StageWatchdog, wait_for_reports
 from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.parallel.clock_sync import ClockOffset

@@ -28,7 +28,7 @@ from shardwright.doctor.probe_budget import Omission, TimeBudget
 from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import InputError, RankFailed
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.launch.devices import claim_device
 from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.launch.rank_outcome import extract_first_line
@@ -52,6 +52,9 @@ _LINKS_SECONDS = 20.0
 _MAX_MESSAGE_SECONDS = 2.0
 _ROUNDS_SECONDS = 0.25
 """Seconds of the repeated calls of a short problem, its preparation included."""
+_STAGES_OF_SEVERAL_RANKS = (
+    "groups", "clocks", "correctness", "collectives", "handoff", "links",
+)  # fmt: skip
 _LINK_BYTES = {"cpu": MIB_BYTES, "cuda": 64 * MIB_BYTES}
 
 
@@ -84,14 +87,7 @@ def run_stages(context: ExaminationContext) -> None:
         "links": _time_links,
     }
     for name, stage in stages.items():
-        if context.rendezvous is None and name in (
-            "groups",
-            "clocks",
-            "correctness",
-            "collectives",
-            "handoff",
-            "links",
-        ):
+        if context.rendezvous is None and name in _STAGES_OF_SEVERAL_RANKS:
             continue
         try:
             with context.watchdog.watch_stage(name):
@@ -141,8 +137,8 @@ def _join_groups(context: ExaminationContext) -> None:
 
 def _time_matmuls(context: ExaminationContext) -> None:
     device = context.device
-    order = context.request
-    precisions = [*device_rates.list_precisions(device), *(shape[0] for shape in order.matmuls)]
+    request = context.request
+    precisions = [*device_rates.list_precisions(device), *(shape[0] for shape in request.matmuls)]
     seconds_per_flop = {}
     for precision in dict.fromkeys(precisions):
         for rate in device_rates.time_squares(precision, device, context.compute_maximum):
@@ -157,11 +153,11 @@ def _time_matmuls(context: ExaminationContext) -> None:
     if device.type == "cuda":
         with gpu_health.run_under_load(device):
             context.report.loaded_gpu, _ = gpu_health.read_gpu(device, os.getpid())
-    if order.matmuls:
+    if request.matmuls:
         limit = context.start_time_limit("products")
         measured = tuple(context.report.matmuls)
         rates = calibration_measurement.time_products(
-            order.matmuls, measured, seconds_per_flop, device, limit
+            request.matmuls, measured, seconds_per_flop, device, limit
         )
         _record(context, rates, context.report.matmuls)
 

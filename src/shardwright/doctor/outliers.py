@@ -5,7 +5,7 @@ with many a slow minority does not move it. A member is an outlier if its rate i
 of that median. With five members or more it must also be slower by a factor of more than three
 times the others' scatter: 1.4826 times the median absolute deviation of the logarithms of their
 rates, which for a normal distribution is the standard deviation. With logarithms, a member that
-stands still is an outlier however much the others scatter. Rates are the best of several
+has stopped is an outlier however much the others scatter. Rates are the best of several
 rounds, because other work can only reduce them.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -58,11 +59,9 @@ def judge_matmuls(
         value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
         if side < max(SQUARE_SIDES[device_kind]):
             value += f" ({side} x {side} x {side})"
-        peak = (
-            _find_peak_flops_per_second(names[min(names)], precision)
-            if device_kind == "cuda"
-            else None
-        )
+        peak = None
+        if device_kind == "cuda":
+            peak = _find_peak_flops_per_second(names[min(names)], precision)
         verdict = grade_share(1.0, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE)
         remedies = []
         if peak is not None:
@@ -181,11 +180,7 @@ def judge_copies(
         remedy = ""
         peak = None
         if device_kind == "cuda" and kind != "host memory":
-            peak = (
-                _find_peak_memory_bandwidth(names[min(names)])
-                if kind == "memory"
-                else _find_peak_pcie_bandwidth(pcie_generation)
-            )
+            peak = _find_peak_bandwidth(kind, names[min(names)], pcie_generation)
         if peak is not None:
             share = max(by_rank.values()) / peak
             value += f", {share:.0%} of {_format_gigabytes_per_second(peak)}"
@@ -216,21 +211,15 @@ def _format_gigabytes_per_second(bytes_per_second: float) -> str:
 
 
 def _find_peak_flops_per_second(name: str, precision: str) -> float | None:
-    try:
+    with suppress(InputError):
         return find_accelerator(name).get_peak_flops_per_second(precision)
-    except InputError:
-        return None
+    return None
 
 
-def _find_peak_memory_bandwidth(name: str) -> float | None:
-    try:
-        return find_accelerator(name).memory_bytes_per_second
-    except InputError:
-        return None
-
-
-def _find_peak_pcie_bandwidth(generation: int | None) -> float | None:
-    try:
-        return None if generation is None else find_link(f"pcie{generation}", 1).bytes_per_second
-    except InputError:
-        return None
+def _find_peak_bandwidth(kind: str, name: str, pcie_generation: int | None) -> float | None:
+    with suppress(InputError):
+        if kind == "memory":
+            return find_accelerator(name).memory_bytes_per_second
+        if pcie_generation is not None:
+            return find_link(f"pcie{pcie_generation}", 1).bytes_per_second
+    return None

@@ -18,10 +18,7 @@ from shardwright.doctor.finding import Finding
 from shardwright.doctor.rate_findings import SECTION, judge_slow_ranks
 from shardwright.hardware import MatmulRate
 from shardwright.launch.rank_outcome import extract_first_line
-from shardwright.model.products.kernel_support import (
-    describe_device,
-    explain_missing_kernel,
-)
+from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_matmul import multiply_on_device
 from shardwright.model.products.scaled_product import ScaledProducts

@@ -85,12 +85,7 @@ def _read_free_bytes(path: Path) -> int:
 
 
 def _measure(
-    path: Path,
-    descriptor: int,
-    max_bytes: int,
-    part_seconds: float,
-    buffer_bytes: int,
-    disk: Disk,
+    path: Path, descriptor: int, max_bytes: int, part_seconds: float, buffer_bytes: int, disk: Disk
 ) -> ScratchRate:
     num_blocks = max(2, max_bytes // buffer_bytes)
     disk.reserve(descriptor, num_blocks * buffer_bytes)

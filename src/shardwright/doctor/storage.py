@@ -115,7 +115,7 @@ def check_visibility(
     the same folders in the same order; the store synchronises the ranks.
     """
     parent = find_existing_folder(Path(folder.path))
-    topic = f"sight/{folder.purpose}"
+    topic = f"visibility/{folder.purpose}"
     if rank == 0:
         store.set(f"{topic}/token", secrets.token_hex(8))
     token = store.get(f"{topic}/token").decode()

@@ -19,17 +19,19 @@ def main() -> int:
     """Examine as one rank; rank 0 writes the diagnosis for the process that started it."""
     ranks = detect_rank_environment()
     assert ranks is not None, "this module is started by examine"
-    order, answer = (Path(word) for word in sys.argv[1:3])
+    request_path, diagnosis_path = (Path(word) for word in sys.argv[1:3])
 
     def deliver(diagnosis: Diagnosis) -> None:
-        partial = answer.with_suffix(".partial")
+        partial = diagnosis_path.with_suffix(".partial")
         partial.write_bytes(DIAGNOSIS_ADAPTER.dump_json(diagnosis))
-        partial.replace(answer)
+        partial.replace(diagnosis_path)
 
     write_pid(ranks.rank)
     failure: BaseException | None = None
     try:
-        diagnosis = examine_rank(REQUEST_ADAPTER.validate_json(order.read_bytes()), ranks, deliver)
+        diagnosis = examine_rank(
+            REQUEST_ADAPTER.validate_json(request_path.read_bytes()), ranks, deliver
+        )
         if diagnosis is not None and ranks.rank == 0:
             deliver(diagnosis)
     except BaseException as error:

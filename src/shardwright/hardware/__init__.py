@@ -9,9 +9,9 @@ from shardwright.hardware.catalog_loading import (
     parse_cluster,
 )
 from shardwright.hardware.cluster_spec import Accelerator, Cluster, Link, Node
+from shardwright.hardware.collective_rate import CollectiveRate
 from shardwright.hardware.measured_profile import (
     AttentionRate,
-    CollectiveRate,
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
@@ -19,24 +19,3 @@ from shardwright.hardware.measured_profile import (
     load_profile,
     save_profile,
 )
-
-__all__ = [
-    "Accelerator",
-    "AttentionRate",
-    "Cluster",
-    "CollectiveRate",
-    "ElementwiseRate",
-    "Link",
-    "MatmulRate",
-    "MeasuredProfile",
-    "Node",
-    "TierRates",
-    "find_accelerator",
-    "find_link",
-    "find_node",
-    "list_accelerators",
-    "list_links",
-    "load_profile",
-    "parse_cluster",
-    "save_profile",
-]

@@ -8,7 +8,8 @@ The module imports no torch. The file is one JSON object:
     memory_bytes     memory that the driver offers to a process
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
-    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds}]
+    collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds,
+                     processor_seconds}]    the last one is null on a GPU; optional
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
                      backward_flops_per_second}]    fused kernel over causal rows; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
@@ -29,20 +30,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from shardwright.errors import InputError
 from shardwright.files import read_text
+from shardwright.hardware.collective_rate import (
+    CollectiveKind,
+    CollectiveRate,
+    interpolate_seconds,
+)
 
 PROFILE_SCHEMA_VERSION = 1
-
-CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
-]
 
 
 @dataclass(frozen=True)
@@ -54,37 +56,6 @@ class MatmulRate:
     n: int
     k: int
     flops_per_second: float
-
-
-@dataclass(frozen=True)
-class CollectiveRate:
-    """Measured time of one collective over `num_ranks`, `ranks_per_node` of them on each
-    node."""
-
-    kind: CollectiveKind
-    num_ranks: int
-    ranks_per_node: int
-    message_bytes: int
-    seconds: float
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """Bytes/s on the slowest link: bus bandwidth as nccl-tests defines it."""
-        return self.message_bytes * compute_bus_factor(self.kind, self.num_ranks) / self.seconds
-
-
-def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
-    """Return the bytes that each rank sends per byte of message (nccl-tests,
-    doc/PERFORMANCE.md).
-
-    >>> [compute_bus_factor(kind, 8) for kind in ("all_reduce", "all_gather", "send")]
-    [1.75, 0.875, 1.0]
-    """
-    if kind == "all_reduce":
-        return 2 * (num_ranks - 1) / num_ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (num_ranks - 1) / num_ranks
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +87,9 @@ class ElementwiseRate:
     width: int
     forward_bytes_per_second: float
     backward_bytes_per_second: float
+
+
+Rate = TypeVar("Rate", MatmulRate, CollectiveRate, AttentionRate, ElementwiseRate)
 
 
 @dataclass(frozen=True)
@@ -187,24 +161,39 @@ class MeasuredProfile:
         """Return seconds of a collective, interpolated between measured sizes of its kind and
         group.
 
-        Below the smallest size the time is constant (latency); above the largest it is
-        proportional to the bytes.
+        Below the smallest size the time is constant (latency); above the largest each byte takes
+        as long as in the largest messages.
         """
-        same = [
+        return interpolate_seconds(
+            [
+                (rate.message_bytes, rate.seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+            ],
+            message_bytes,
+        )
+
+    def find_processor_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return the processor's seconds of a collective on a CPU, interpolated likewise."""
+        return interpolate_seconds(
+            [
+                (rate.message_bytes, rate.processor_seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+                if rate.processor_seconds is not None
+            ],
+            message_bytes,
+        )
+
+    def _list_collectives(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int
+    ) -> list[CollectiveRate]:
+        key = (kind, num_ranks, ranks_per_node)
+        return [
             rate
             for rate in self.collectives
-            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == (kind, num_ranks, ranks_per_node)
+            if (rate.kind, rate.num_ranks, rate.ranks_per_node) == key
         ]
-        if not same:
-            return None
-        points = sorted((rate.message_bytes, rate.seconds) for rate in same)
-        if message_bytes <= points[0][0]:
-            return points[0][1]
-        for (low, low_seconds), (high, high_seconds) in pairwise(points):
-            if message_bytes <= high:
-                share = (message_bytes - low) / (high - low)
-                return low_seconds + share * (high_seconds - low_seconds)
-        return points[-1][1] * message_bytes / points[-1][0]
 
     def find_attention_flops_per_second(
         self, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
@@ -302,15 +291,11 @@ def read_profile(content: Any) -> MeasuredProfile:
         measured_at=_read_text(content, "measured_at"),
         memory_bytes=int(_read_positive(content, "memory_bytes")),
         memory_bytes_per_second=_read_positive(content, "memory_bytes_per_second"),
-        matmuls=tuple(_read_matmul(entry) for entry in _read_entries(content, "matmuls")),
-        collectives=tuple(
-            _read_collective(entry) for entry in _read_entries(content, "collectives")
-        ),
+        matmuls=_read_rates(content, "matmuls", MatmulRate),
+        collectives=_read_rates(content, "collectives", CollectiveRate),
         software=dict(software) if isinstance(software, dict) else None,
-        attention=tuple(_read_attention(entry) for entry in _read_entries(content, "attention")),
-        elementwise=tuple(
-            _read_elementwise(entry) for entry in _read_entries(content, "elementwise")
-        ),
+        attention=_read_rates(content, "attention", AttentionRate),
+        elementwise=_read_rates(content, "elementwise", ElementwiseRate),
         handoff_seconds=_read_seconds(content, "handoff_seconds"),
         tiers=_read_tiers(content),
     )
@@ -321,62 +306,21 @@ def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(profile.as_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _read_matmul(entry: dict[str, Any]) -> MatmulRate:
-    m, n, k = (int(_read_positive(entry, name, "matmuls")) for name in ("m", "n", "k"))
-    return MatmulRate(
-        _read_text(entry, "precision", "matmuls"),
-        m,
-        n,
-        k,
-        _read_positive(entry, "flops_per_second", "matmuls"),
-    )
-
-
-def _read_collective(entry: dict[str, Any]) -> CollectiveRate:
-    kind = entry.get("kind")
-    if kind not in get_args(CollectiveKind):
+def _read_rates(content: dict[str, Any], name: str, rate: type[Rate]) -> tuple[Rate, ...]:
+    """Read a list of rates; the types of the dataclass say how to check their values."""
+    entries = content.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(
-            "unknown collective",
-            field="profile.collectives.kind",
-            got=kind,
-            allowed=", ".join(get_args(CollectiveKind)),
+            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
         )
-    num_ranks, per_node, size = (
-        int(_read_positive(entry, name, "collectives"))
-        for name in ("num_ranks", "ranks_per_node", "message_bytes")
-    )
-    return CollectiveRate(
-        cast(CollectiveKind, kind),
-        num_ranks,
-        per_node,
-        size,
-        _read_positive(entry, "seconds", "collectives"),
-    )
-
-
-def _read_attention(entry: dict[str, Any]) -> AttentionRate:
-    row_tokens, head_dim = (
-        int(_read_positive(entry, name, "attention")) for name in ("row_tokens", "head_dim")
-    )
-    forward, backward = (
-        _read_positive(entry, f"{way}_flops_per_second", "attention")
-        for way in ("forward", "backward")
-    )
-    return AttentionRate(
-        _read_text(entry, "precision", "attention"), row_tokens, head_dim, forward, backward
-    )
-
-
-def _read_elementwise(entry: dict[str, Any]) -> ElementwiseRate:
-    tokens, width = (
-        int(_read_positive(entry, name, "elementwise")) for name in ("tokens", "width")
-    )
-    forward, backward = (
-        _read_positive(entry, f"{way}_bytes_per_second", "elementwise")
-        for way in ("forward", "backward")
-    )
-    return ElementwiseRate(
-        _read_text(entry, "precision", "elementwise"), tokens, width, forward, backward
+    return tuple(
+        rate(
+            **{
+                field.name: _VALUE_READERS[cast(str, field.type)](entry, field.name, name)
+                for field in fields(rate)
+            }
+        )
+        for entry in entries
     )
 
 
@@ -393,20 +337,10 @@ def _read_tiers(content: dict[str, Any]) -> TierRates:
     )
 
 
-def _read_seconds(content: dict[str, Any], name: str) -> float | None:
+def _read_seconds(content: dict[str, Any], name: str, section: str = "") -> float | None:
     """Return None if nothing was measured; 0 is a measurement."""
-    return (
-        content.get(name) if content.get(name) in (None, 0, 0.0) else _read_positive(content, name)
-    )
-
-
-def _read_entries(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    entries = content.get(name, [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise InputError(
-            "expected a list of mappings", field=f"profile.{name}", got=type(entries).__name__
-        )
-    return entries
+    value = content.get(name)
+    return value if value in (None, 0, 0.0) else _read_positive(content, name, section)
 
 
 def _read_text(content: dict[str, Any], name: str, section: str = "") -> str:
@@ -430,6 +364,28 @@ def _read_positive(content: dict[str, Any], name: str, section: str = "") -> flo
             "expected a positive number", field=_build_field_name(name, section), got=repr(value)
         )
     return float(value)
+
+
+def _read_kind(content: dict[str, Any], name: str, section: str) -> str:
+    kind = content.get(name)
+    if kind not in get_args(CollectiveKind):
+        raise InputError(
+            "unknown collective",
+            field=_build_field_name(name, section),
+            got=kind,
+            allowed=", ".join(get_args(CollectiveKind)),
+        )
+    return cast(str, kind)
+
+
+_VALUE_READERS: dict[str, Callable[[dict[str, Any], str, str], Any]] = {
+    "str": _read_text,
+    "int": lambda content, name, section: int(_read_positive(content, name, section)),
+    "float": _read_positive,
+    "float | None": _read_seconds,
+    "CollectiveKind": _read_kind,
+}
+"""Readers of a rate's values by the type of its field."""
 
 
 def _build_field_name(name: str, section: str) -> str:

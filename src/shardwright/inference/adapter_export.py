@@ -61,7 +61,7 @@ def export_adapters(
     if source.base is None:
         raise InputError(
             "the base was initialised from a seed, so there is no folder that peft could load",
-            field="SOURCE",
+            field="RUN",
             got=source.name,
             remedy="Export the merged model: --merge",
         )
@@ -252,7 +252,7 @@ def _require_adapters(source: ModelSource) -> AdapterShape:
     if source.shape.adapters is None:
         raise InputError(
             "this model has no adapters",
-            field="SOURCE",
+            field="RUN",
             got=source.name,
             allowed="a run of a recipe with `adapters:`",
             remedy="Remove --merge",

@@ -119,10 +119,7 @@ def _check_reader(quantisation: FP8Weights) -> None:
 
 
 def check_tensors(
-    folder: Path,
-    source: ModelSource,
-    dtype: torch.dtype,
-    quantisation: FP8Weights | None = None,
+    folder: Path, source: ModelSource, dtype: torch.dtype, quantisation: FP8Weights | None = None
 ) -> None:
     """Read a folder's parameters one at a time and compare each with the source's, as rounded.
 

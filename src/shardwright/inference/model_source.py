@@ -90,7 +90,7 @@ class ModelSource:
         if not self.has_tokenizer:
             raise TokenizerError(
                 "this model has no tokenizer, which text input and output need",
-                field="SOURCE",
+                field="RUN",
                 got=f"nothing in {self.tokenizer_folder}",
                 allowed="tokenizer.json, or vocab.json and merges.txt",
                 remedy="Put the tokenizer that made its token ids in that folder",
@@ -130,7 +130,7 @@ def open_model_source(path: str | Path, checkpoint: str = LATEST_NAME) -> ModelS
         adapters = (path / "adapter_config.json").is_file()
         raise InputError(
             "adapters alone are not a model" if adapters else "no model in this folder",
-            field="SOURCE",
+            field="RUN",
             got=str(path),
             allowed="a run folder (recipe.yaml), or a Hugging Face folder (config.json)",
             remedy="Name the run that trained them, or the folder written by `export --merge`"

@@ -7,6 +7,7 @@ agent's own restarts share one store, where a late rank of the old attempt could
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +89,7 @@ def run_with_restarts(
     stop: StopRequest,
     read_newest_step: Callable[[], int] = lambda: 0,
     find_smaller: Callable[[int], int | None] | None = None,
+    count_slots: Callable[[], int] = lambda: sys.maxsize,
 ) -> None:
     """Call `launch` until an attempt succeeds, with at most `elastic.max_restarts` restarts.
 
@@ -107,6 +109,7 @@ def run_with_restarts(
             checkpoint; 0 if they cannot.
         find_smaller: Returns the number of ranks that replaces a given one, None if there is
             none; by default `find_smaller_world_size`.
+        count_slots: Returns how many ranks the nodes that are left can run.
 
     Raises:
         ShardwrightError: Error of the last attempt. Raised at once if a stop was requested or a
@@ -128,9 +131,14 @@ def run_with_restarts(
         except GenerationEnded as ended:
             left_at_step = ended.step
             # After a stop signal the same processes save what they have in memory.
-            size = attempt.world_size if stop else world_size
+            lacks_nodes = count_slots() < world_size
+            size = attempt.world_size if stop or lacks_nodes else world_size
+            is_failed_growth = lacks_nodes
             number = attempt.number
-            reason = "a stop was requested while more ranks were about to start" if stop else ""
+            reason = ""
+            if size < world_size:
+                cause = "a stop was requested" if stop else "too few nodes were connected"
+                reason = f"{cause} while more ranks were about to start"
         except (RunFailed, InputError) as error:
             former_size = attempt.former_world_size or attempt.world_size
             has_grown = attempt.world_size > former_size
@@ -150,7 +158,10 @@ def run_with_restarts(
                 size = former_size
             elif not (has_progressed or isinstance(error, OutOfMemory)):
                 # After running out of memory, fewer ranks would need even more memory each.
-                size = find_smaller(size) or size
+                smaller = find_smaller(size)
+                while smaller is not None and smaller > count_slots():
+                    smaller = find_smaller(smaller)
+                size = smaller or size
             number = attempt.number + 1
             reason = str(error).partition("\n")[0]
         num_failed_growths += is_failed_growth

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from shardwright.launch.rank_outcome import (
     attach_skipped_collective,
     find_cause,
     read_outcomes,
+    request_stop,
 )
 from shardwright.launch.rank_processes import RankEndings, RankProcesses
 from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
@@ -64,7 +65,9 @@ def launch_ranks(
         control = Path(name)
         watcher = Watchdog(control, hang_reports or control)
         with (
-            _set_rank_environment(num_ranks, control),
+            _set_rank_environment(
+                num_ranks if pool is None else min(num_ranks, pool.nodes.local.num_slots), control
+            ),
             _forward_stop_signals(control, stop),
             watcher,
             nullcontext() if time_limit is None else time_limit.enforce(control, stop),
@@ -72,12 +75,12 @@ def launch_ranks(
             if pool is None:
                 endings = _run_with_agent(num_ranks, module, arguments, control, is_quiet=is_quiet)
             else:
-                endings = pool.run(num_ranks, module, arguments, control)
+                endings = pool.run(num_ranks, module, arguments, control, hang_reports)
         outcomes = read_outcomes(control)
-        if watcher.diagnosis is not None:
+        hang = watcher.diagnosis.message if watcher.diagnosis else pool and pool.diagnosis
+        if hang:
             raise RankFailed(
-                f"{watcher.diagnosis.message}. "
-                "All ranks have stopped; --resume continues from the last checkpoint"
+                f"{hang}. All ranks have stopped; --resume continues from the last checkpoint"
             )
         if endings.statuses:
             raise attach_skipped_collective(
@@ -139,7 +142,11 @@ def _build_config(num_ranks: int, control: Path, *, is_quiet: bool) -> LaunchCon
 
 @contextmanager
 def _set_rank_environment(num_ranks: int, control: Path) -> Iterator[None]:
-    """Set the environment variables that every rank inherits; restore them afterwards."""
+    """Set the environment variables that every rank inherits; restore them afterwards.
+
+    Args:
+        num_ranks: Number of ranks that share the cores of this machine.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -170,10 +177,7 @@ def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[N
     def pass_on(number: int, frame: FrameType | None) -> None:
         if stop is not None:
             stop.record(number)
-        (control / STOP_FILE_NAME).touch()  # for ranks without a process id file yet
-        for pid_file in control.glob("rank-*.pid"):
-            with suppress(ProcessLookupError, ValueError):
-                os.kill(int(pid_file.read_text()), number)
+        request_stop(control, number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     if stop:  # while no rank ran

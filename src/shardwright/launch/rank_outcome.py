@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -103,6 +104,23 @@ def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
             )
         _write_atomically(get_outcome_path(folder, rank), json.dumps(asdict(outcome)))
     return code
+
+
+def write_lost_rank(control: Path, rank: int, node: str) -> None:
+    """Write the outcome of a rank whose node was lost, and could not report it."""
+    message = f"node {node} was lost, with the rank's process"
+    outcome = RankOutcome(
+        rank, int(ExitCode.RUN_FAILED), RankFailed.__name__, message, at_seconds=time.time()
+    )
+    _write_atomically(get_outcome_path(control, rank), json.dumps(asdict(outcome)))
+
+
+def request_stop(control: Path, number: int) -> None:
+    """Send a stop signal to the ranks with a file of their process id; leave a note for others."""
+    (control / STOP_FILE_NAME).touch()
+    for pid_file in control.glob("rank-*.pid"):
+        with suppress(ProcessLookupError, ValueError):
+            os.kill(int(pid_file.read_text()), number)
 
 
 def get_exit_code(error: BaseException | None) -> ExitCode:

@@ -1,9 +1,10 @@
 """Processes of ranks that outlive a generation, and spares, for warm restarts.
 
-The launcher starts each process once and sends it assignments: a rank, the address of a store and
-the arguments of the ranks' module. When a rank is lost, the processes of the others leave the
-generation, give up their process groups and wait for the next assignment (`rank_service.py`). A
-spare, which has imported everything already, takes the lost rank.
+The launcher starts each process once, on this machine or through another node's service
+(`nodes.py`), and sends it assignments: a rank, the address of a store and the arguments of the
+ranks' module. When a rank is lost, the processes of the others leave the generation, give up their
+process groups and wait for the next assignment (`rank_service.py`). A spare, which has imported
+everything already, takes the lost rank.
 
 Each generation has a store of its own in this process, so that no rank of an earlier one can join.
 Imports no torch before the processes are started.
@@ -14,28 +15,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
-from shardwright.errors import ExitCode
-from shardwright.launch.rank_outcome import get_idle_path, get_outcome_path
-from shardwright.watchdog.monitor import read_heartbeats
+from shardwright.errors import ExitCode, LayoutError
+from shardwright.launch.node_connections import Nodes
+from shardwright.launch.nodes import Node, RankProcess
+from shardwright.launch.rank_outcome import (
+    STOP_FILE_NAME,
+    get_idle_path,
+    get_outcome_path,
+    write_lost_rank,
+)
+from shardwright.peer_copies.holders import choose_holders
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-POOL_OPTION = "--wait-for-assignments"
-"""Option of the ranks' module: serve the launcher's assignments, which are lines of JSON."""
 REBUILD_SECONDS = 10.0
 """Seconds that a surviving process has to leave a failed generation before it is killed."""
 _POLL_SECONDS = 0.02
@@ -56,25 +60,31 @@ class RankEndings:
 
 
 class RankProcesses:
-    """Processes of the ranks of one machine. Leave its context to end them.
+    """Processes of the ranks of a run. Leave its context to end them.
 
     Args:
         num_restarts: Restarts that the run may make; without any left, no spare is started.
+        nodes: Nodes that run them; by default this machine.
     """
 
-    def __init__(self, num_restarts: int) -> None:
+    def __init__(self, num_restarts: int, nodes: Nodes | None = None) -> None:
+        self.nodes = nodes or Nodes()
         self._module = ""
         self._num_restarts_left = num_restarts
-        self._processes: dict[int, Popen[bytes]] = {}
+        self._processes: dict[int, RankProcess] = {}
         """Process of each rank of the current or last generation that still runs."""
+        self._node_of_rank: dict[int, Node] = {}
+        """Node of each rank of the current or last generation."""
         self._num_ranks = 0
         """Number of ranks of the current or last generation."""
         self.newest_step = 0
         """Newest step that any generation had finished when it ended."""
-        self._spares: list[Popen[bytes]] = []
+        self._spares: list[RankProcess] = []
         self.num_awaited_ranks = 0
         """Number of ranks that the next, larger generation adds, whose processes are started
         ahead as well."""
+        self.should_wait_for_nodes = True
+        """False if a generation without the lost nodes can continue."""
         self._logs = tempfile.TemporaryDirectory(prefix="shardwright-")
         self.failed_at_seconds = 0.0
         """Wall clock time at which the last generation was found to have lost a rank."""
@@ -88,17 +98,20 @@ class RankProcesses:
         """End all processes: those that wait exit at once, others are killed after a while."""
         processes = [*self._processes.values(), *self._spares]
         for process in processes:
-            _close_input(process)
+            process.close_input()
         deadline = time.monotonic() + _EXIT_SECONDS
         for process in processes:
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            _wait(process, deadline - time.monotonic())
         self._processes.clear()
         self._spares.clear()
         self._logs.cleanup()
+
+    @property
+    def diagnosis(self) -> str | None:
+        """Report of a hang in the last generation by another node's watchdog."""
+        return next(
+            (node.diagnosis for node in self.nodes.list_connected() if node.diagnosis), None
+        )
 
     def list_survivors(self, num_ranks: int) -> tuple[int, ...]:
         """List the ranks of the next generation, of `num_ranks`, that have a former process."""
@@ -107,14 +120,20 @@ class RankProcesses:
     def _assign_survivors(self, num_ranks: int) -> dict[int, int]:
         """Assign ranks of the next generation to surviving processes: rank -> former rank."""
         alive = {rank for rank, process in self._processes.items() if process.poll() is None}
-        staying = alive - choose_leaving_ranks(alive, len(alive) - num_ranks, self._num_ranks)
+        names = [self._node_of_rank[rank].name for rank in range(self._num_ranks)]
+        staying = alive - choose_leaving_ranks(alive, len(alive) - num_ranks, names)
         assigned = {rank: rank for rank in staying if rank < num_ranks}
         vacant = (rank for rank in range(num_ranks) if rank not in assigned)
         moving = sorted(rank for rank in staying if rank >= num_ranks)
         return assigned | dict(zip(vacant, moving, strict=False))
 
     def run(
-        self, num_ranks: int, module: str, arguments: Sequence[str], control: Path
+        self,
+        num_ranks: int,
+        module: str,
+        arguments: Sequence[str],
+        control: Path,
+        hang_reports: Path | None = None,
     ) -> RankEndings:
         """Run one generation and wait for its end.
 
@@ -123,31 +142,40 @@ class RankProcesses:
 
         Args:
             module: Module of the ranks, the same for all generations; supports `POOL_OPTION`.
-            arguments: Arguments of the module for this generation.
+            arguments: Arguments of the module for this generation; the first is a file.
             control: Folder of this generation for outcomes and heartbeats.
+            hang_reports: Folder for reports of other nodes' watchdogs.
+
+        Raises:
+            RankFailed: The nodes that are connected cannot run so many ranks.
         """
         self._module = module
-        survivors = self._assign_survivors(num_ranks)
-        former = self._processes
-        self._processes = {rank: former.pop(survivors[rank]) for rank in sorted(survivors)}
-        for process in former.values():
-            self._discard(process)
-        for rank in range(num_ranks):
-            if rank not in survivors:
-                self._processes[rank] = self._take_spare() or self._start_process()
-        self._num_ranks = num_ranks
+        self.stuck_ranks = ()
+        self.nodes.wait_for_slots(
+            num_ranks,
+            should_wait=self.should_wait_for_nodes,
+            is_stopped=(control / STOP_FILE_NAME).exists,
+        )
+        self._take_processes(num_ranks)
+        for node in self.nodes.list_connected():
+            node.diagnosis = None
+        for node in {process.node: None for process in self._processes.values()}:
+            node.begin_generation(control, arguments, hang_reports)
         # In a list, so that nothing else keeps it when a rank is lost.
         stores = [_start_store()]
         run_id = uuid.uuid4().hex
         for rank, process in self._processes.items():
+            ranks_here = [
+                other for other, node in self._node_of_rank.items() if node is process.node
+            ]
             environment = {
                 name: os.environ[name] for name in _SHARED_VARIABLES if name in os.environ
             } | {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(sorted(ranks_here).index(rank)),
                 "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
+                "LOCAL_WORLD_SIZE": str(len(ranks_here)),
+                "MASTER_ADDR": self.nodes.address,
                 "MASTER_PORT": str(stores[0].port),
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -157,16 +185,39 @@ class RankProcesses:
                 ),
             }
             log = None if rank == 0 else str(Path(self._logs.name) / f"rank-{rank}.log")
-            _send(
-                process,
+            process.send(
                 {
                     "control": str(control),
                     "arguments": list(arguments),
                     "environment": environment,
                     "log": log,
-                },
+                }
             )
         return self._wait_for_ranks(num_ranks, control, stores)
+
+    def _take_processes(self, num_ranks: int) -> None:
+        """Give every rank of a new generation a process: a survivor, a spare, or a new one."""
+        survivors = self._assign_survivors(num_ranks)
+        former = self._processes
+        former_nodes = self._node_of_rank
+        self._processes = {rank: former.pop(survivors[rank]) for rank in sorted(survivors)}
+        for process in former.values():
+            self._discard(process)
+        for rank in range(num_ranks):
+            if rank not in survivors:
+                node = self._choose_node(former_nodes.get(rank))
+                self._processes[rank] = self._take_spare(node) or node.start_process(self._module)
+        self._processes = dict(sorted(self._processes.items()))
+        self._node_of_rank = {rank: process.node for rank, process in self._processes.items()}
+        self._num_ranks = num_ranks
+
+    def _choose_node(self, former: Node | None) -> Node:
+        """Choose the node of a rank without a process: its former one, else the first free one."""
+        free = [node for node in self.nodes.list_connected() if self._count_free_slots(node) > 0]
+        return former if former is not None and former in free else free[0]
+
+    def _count_free_slots(self, node: Node) -> int:
+        return node.num_slots - sum(process.node is node for process in self._processes.values())
 
     def _wait_for_ranks(
         self, num_ranks: int, control: Path, stores: list[dist.TCPStore]
@@ -176,11 +227,14 @@ class RankProcesses:
         pending = set(range(num_ranks))
         deadline = float("inf")
         next_spare_check = 0.0
-        self.stuck_ranks = ()
+        is_stop_forwarded = not self.nodes.has_several
         while pending:
             for rank in sorted(pending):
-                status = self._processes[rank].poll()
+                process = self._processes[rank]
+                status = process.poll()
                 if status is not None:
+                    if process.node.is_lost and not get_outcome_path(control, rank).exists():
+                        write_lost_rank(control, rank, process.node.name)
                     self._discard(self._processes.pop(rank))
                 elif get_idle_path(control, rank).exists():
                     status = int(ExitCode.RUN_FAILED if _has_failed(control, rank) else 0)
@@ -197,7 +251,10 @@ class RankProcesses:
                 deadline = time.monotonic() + REBUILD_SECONDS
                 stores.clear()  # its end wakes ranks that wait for others in the store
                 for rank in pending:
-                    _send(self._processes[rank], {"abort": True})
+                    self._processes[rank].send({"abort": True, "all": self.nodes.has_several})
+            if not is_stop_forwarded and (control / STOP_FILE_NAME).exists():
+                is_stop_forwarded = True
+                self.nodes.request_stop(signal.SIGTERM)
             now = time.monotonic()
             if now > deadline:
                 deadline = float("inf")
@@ -207,69 +264,92 @@ class RankProcesses:
                     self._processes[rank].kill()
             elif now > next_spare_check and not has_failed:
                 next_spare_check = now + _SPARE_POLL_SECONDS
-                self._prepare_spares(control, num_ranks)
+                self._prepare_spares(num_ranks)
             time.sleep(_POLL_SECONDS)
-        steps = [beat.step for beat in read_heartbeats(control)]
+        steps = [step for _, step in self._read_progress().values()]
         self.newest_step = max(self.newest_step, *steps, 0)
         if endings.statuses:
             self._num_restarts_left -= 1
         return endings
 
-    def _prepare_spares(self, control: Path, num_ranks: int) -> None:
+    def _read_progress(self) -> dict[int, tuple[str, int]]:
+        """Return phase and step of each rank that has a heartbeat."""
+        progress: dict[int, tuple[str, int]] = {}
+        for node in {self.nodes.local: None, **dict.fromkeys(self._node_of_rank.values())}:
+            progress |= node.read_progress()
+        return progress
+
+    def _prepare_spares(self, num_ranks: int) -> None:
         """Start the spares once no rank is in its set-up, which they would slow down.
 
-        One while restarts are left, and one for each rank that the next generation adds.
+        One per node while restarts are left, one for each rank that the next generation adds, and
+        as many as ranks on a node without ranks, which takes those of a lost one.
         """
-        missing = (self._num_restarts_left > 0) + self.num_awaited_ranks - len(self._spares)
-        if missing <= 0:
+        progress = self._read_progress()
+        if len(progress) < num_ranks or any(phase == "setup" for phase, _ in progress.values()):
             return
-        heartbeats = read_heartbeats(control)
-        if len(heartbeats) == num_ranks and all(beat.phase != "setup" for beat in heartbeats):
-            self._spares += [self._start_process() for _ in range(missing)]
+        has_restarts = self._num_restarts_left > 0
+        for node in self.nodes.list_connected():
+            num_free = self._count_free_slots(node)
+            num_spares = int(has_restarts) + min(num_free, self.num_awaited_ranks)
+            if num_free == node.num_slots and self._processes:
+                num_spares = num_free if has_restarts or self.num_awaited_ranks else 0
+            num_ready = sum(spare.node is node for spare in self._spares)
+            self._spares += [
+                node.start_process(self._module) for _ in range(num_spares - num_ready)
+            ]
 
-    def _take_spare(self) -> Popen[bytes] | None:
-        while self._spares:
-            spare = self._spares.pop(0)  # the one that has imported the most
+    def _take_spare(self, node: Node) -> RankProcess | None:
+        for spare in [spare for spare in self._spares if spare.node is node]:
+            self._spares.remove(spare)  # first the one that has imported the most
             if spare.poll() is None:
                 return spare
             self._discard(spare)
         return None
 
-    def _start_process(self) -> Popen[bytes]:
-        """Start a process that imports what a rank needs and waits for an assignment."""
-        # Its output stays this terminal until it gets a rank: only rank 0 writes there.
-        words = [sys.executable, "-m", self._module, POOL_OPTION]
-        return Popen(words, stdin=PIPE)
-
-    def _discard(self, process: Popen[bytes]) -> None:
+    def _discard(self, process: RankProcess) -> None:
         """End a process that has no further use."""
-        _close_input(process)
-        if process.poll() is None:
+        process.close_input()
+        _wait(process, 0.0)
+
+
+def _wait(process: RankProcess, seconds: float) -> None:
+    """Wait for the end of a process, and kill it after some time."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline:
             process.kill()
-        process.wait()
+            deadline = float("inf")
+        time.sleep(_POLL_SECONDS)
 
 
-def choose_leaving_ranks(alive: Collection[int], num_leaving: int, num_ranks: int) -> set[int]:
+def choose_leaving_ranks(
+    alive: Collection[int], num_leaving: int, nodes: Sequence[str]
+) -> set[int]:
     """Choose the processes that a smaller generation ends.
 
-    On one machine the copy of a rank's state is in the process of the next rank
-    (`elastic.peer_copies`). So a process leaves that has both neighbours, as long as there are
-    some; then no state is lost with its copy. Otherwise the last one leaves.
+    With `elastic.peer_copies` the process of another rank has the copy of a rank's state. So a
+    process leaves whose copy and whose held rank both stay, as long as there are some; then no
+    state is lost with its copy. Otherwise the last one leaves.
 
-    >>> choose_leaving_ranks({0, 1, 2}, 1, 4)  # rank 3 is lost, whose copy rank 0 has
+    >>> choose_leaving_ranks({0, 1, 2}, 1, ["a"] * 4)  # rank 3 is lost, whose copy rank 0 has
     {1}
 
     Args:
         alive: Ranks of the former generation whose processes stay.
         num_leaving: Number of them that leave.
-        num_ranks: Number of ranks of the former generation.
+        nodes: Node of each rank of the former generation.
     """
     staying = set(alive)
+    if num_leaving <= 0:
+        return set()
+    try:
+        holders = choose_holders(nodes)
+    except LayoutError:  # peer copies are refused for these nodes
+        holders = tuple((rank + 1) % len(nodes) for rank in range(len(nodes)))
     for _ in range(num_leaving):
         apart = [
-            rank
-            for rank in staying
-            if {(rank - 1) % num_ranks, (rank + 1) % num_ranks} <= staying - {rank}
+            rank for rank in staying if {holders[rank], holders.index(rank)} <= staying - {rank}
         ]
         staying.remove(max(apart or staying))
     return set(alive) - staying
@@ -288,17 +368,3 @@ def _has_failed(control: Path, rank: int) -> bool:
     except FileNotFoundError:
         return False
     return code not in (ExitCode.DONE, ExitCode.PREEMPTED)
-
-
-def _send(process: Popen[bytes], message: dict[str, object]) -> None:
-    """Send a line of JSON to a process; one that has exited is noticed by its status."""
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        process.stdin.flush()
-
-
-def _close_input(process: Popen[bytes]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.close()

@@ -89,7 +89,7 @@ class AssignmentReader:
                     abort_nccl_groups()
                 except Exception as error:  # the training thread changes the groups meanwhile
                     logger.warning("NCCL's groups could not be aborted: %s", error)
-                disconnect_from_ranks()
+                disconnect_from_ranks(everywhere=message.get("all", False))
                 continue
             self.is_aborted.clear()
             self._assignments.put(
@@ -173,12 +173,15 @@ def _is_lost_peer(failure: BaseException | None, *, is_aborted: bool) -> bool:
     return is_aborted or is_lost_peer_message(str(failure))
 
 
-def disconnect_from_ranks() -> None:
+def disconnect_from_ranks(*, everywhere: bool = False) -> None:
     """Shut down this process's connections to processes of the same machine, from any thread.
 
     gloo has no abort. A rank that waits for another survivor would notice only that rank's exit,
-    not that it has left the generation. Connections to other machines stay, such as those to an
-    object store; to a local one they are made again. Without /proc this does nothing.
+    not that it has left the generation. Without /proc this does nothing.
+
+    Args:
+        everywhere: Shut down connections to other machines too, because ranks run there. Other
+            connections, such as those to an object store, are made again.
     """
     for entry in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # closed in the meantime, or not connected
@@ -186,10 +189,10 @@ def disconnect_from_ranks() -> None:
             if not stat.S_ISSOCK(entry.stat().st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                if (
-                    connection.family in (socket.AF_INET, socket.AF_INET6)
-                    and connection.getpeername()[0] == connection.getsockname()[0]
-                ):
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                peer = connection.getpeername()  # fails for a socket that listens: gloo needs it
+                if everywhere or peer[0] == connection.getsockname()[0]:
                     connection.shutdown(socket.SHUT_RDWR)
 
 

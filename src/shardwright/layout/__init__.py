@@ -23,26 +23,3 @@ from shardwright.layout.parameter_layout import (
 )
 from shardwright.layout.pipeline_stages import PipelineStage, partition_layers
 from shardwright.layout.rank_grid import RankGrid
-
-__all__ = [
-    "AXES",
-    "BATCH_AXES",
-    "DATA_AXES",
-    "EXPERT_AXES",
-    "FSDP_AXES",
-    "ZERO_AXES",
-    "Bounds",
-    "CpMethod",
-    "DimSection",
-    "Layout",
-    "ParameterBox",
-    "ParameterLayout",
-    "PipelineStage",
-    "RankGrid",
-    "Shard",
-    "compute_local_boxes",
-    "compute_local_shape",
-    "partition_layers",
-    "resolve_layout",
-    "select_used_axes",
-]

@@ -16,6 +16,11 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
+AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
+
+MAX_TENSOR_CHUNKS = 4
+"""Chunks of tokens with `async_tensor_parallel: chunked`. The communication of one chunk is
+exposed; more chunks make products smaller."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost first: adjacent ranks differ in tp, so the group that communicates most
@@ -54,6 +59,7 @@ class Layout:
     ep: int = 1
     zero_stage: ZeroStage = 0
     sequence_parallel: bool = True
+    async_tensor_parallel: AsyncTensorParallel = "none"
     cp_method: CpMethod = "auto"
     cp_split: CpSplit = "zigzag"
     schedule: str = "1f1b"
@@ -158,6 +164,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         ep=section.ep,
         zero_stage=stage,
         sequence_parallel=section.sequence_parallel,
+        async_tensor_parallel=section.async_tensor_parallel,
         cp_method=section.cp_method,
         cp_split=section.cp_split,
         schedule=section.schedule,

@@ -4,5 +4,3 @@ from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.block import Block
 from shardwright.model.decoder import Decoder
 from shardwright.model.dropout import DropoutKey
-
-__all__ = ["Block", "Decoder", "DropoutKey", "KeyValueCache"]

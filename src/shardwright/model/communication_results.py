@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.model.result_names import STATISTICS, NamedPart, get_result_name, name_results
+from shardwright.model.result_names import (
+    STATISTICS,
+    UNREAD_END,
+    NamedPart,
+    get_result_name,
+    name_results,
+)
 
 Result = TypeVar("Result")
 
@@ -45,6 +51,10 @@ class _SavedResults:
         self._names = names
         self._pack = pack
         self._results: deque[Any] = deque()
+
+    @property
+    def is_end_unread(self) -> bool:
+        return UNREAD_END in self._names
 
     def is_saved(self) -> bool:
         return get_result_name() in self._names
@@ -117,6 +127,19 @@ def keep_result(compute: Callable[[], Result]) -> Result:
     return result
 
 
+def is_result_restored() -> bool:
+    """Return True if `keep_result` would take a result of this name from the forward pass."""
+    saved = _thread.saved
+    return saved is not None and _thread.is_restoring and saved.is_saved()
+
+
+def is_result_unread() -> bool:
+    """Return True if a recomputation computes the block's end, which nothing reads again."""
+    saved = _thread.saved
+    is_end = get_result_name() == "down" and not torch.compiler.is_compiling()
+    return is_end and saved is not None and _thread.is_restoring and saved.is_end_unread
+
+
 def keep_statistic(compute: Callable[[], Result]) -> Result:
     """Communicate a few bytes by `compute`, which every kind of recomputation keeps."""
     with name_results(STATISTICS):
@@ -158,8 +181,7 @@ def name_partial_product() -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling():
         return name_results("partial_product")
-    saved = _thread.saved
-    is_skipped = saved is not None and _thread.is_restoring and saved.is_saved()
+    is_skipped = is_result_restored()
     contexts = ExitStack()
     contexts.enter_context(name_results("partial_product"))
     if is_skipped:

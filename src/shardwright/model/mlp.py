@@ -5,7 +5,6 @@ Legend: B sequences, T tokens, D hidden, F feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwright.architecture import Activation, ModelShape
 from shardwright.model.dropout import Dropout
 from shardwright.model.pointwise.formulas import ACTIVATION_BACKWARD, ACTIVATION_FUNCTIONS
 from shardwright.model.pointwise.functions import FusedFunctions
-from shardwright.model.products.linear import Linear
+from shardwright.model.products.linear import Linear, multiply_gathered
 from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -142,32 +141,18 @@ class FeedForward(nn.Module):
         tensor_parallel: TensorParallelHooks | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        if tensor_parallel is None:
-            return self.compute(x_BTD, None, dropout)
-        return self.compute(
-            tensor_parallel.prepare_input(x_BTD), tensor_parallel.reduce_output, dropout
-        )
-
-    def compute(
-        self,
-        x_BTD: Tensor,
-        reduce_output: Callable[[Tensor], Tensor] | None = None,
-        dropout: Dropout | None = None,
-    ) -> Tensor:
-        """Compute with this rank's weights: a partial result under tensor parallelism.
-
-        `reduce_output` sums it over the ranks.
-        """
-        with name_results("gate_up"):
-            if self.is_fused:
-                gate_BTF, up_BTF = self.gate_up(x_BTD, None, dropout).chunk(2, dim=-1)
-            else:
-                gate_BTF = self.gate(x_BTD, None, dropout) if self.is_gated else None
-                up_BTF = self.up(x_BTD, None, dropout)
+        layers = [self.gate_up] if self.is_fused else [self.up]
+        if self.is_gated and not self.is_fused:
+            layers.insert(0, self.gate)
+        products = multiply_gathered(layers, x_BTD, tensor_parallel, dropout, "gate_up")
+        if self.is_fused:
+            products = list(products[0].chunk(2, dim=-1))
+        up_BTF = products[-1]
+        gate_BTF = products[0] if len(products) == 2 else None
         if gate_BTF is None:
             inner_BTF = ACTIVATION_FUNCTIONS[self.activation](up_BTF)
         else:
             inner_BTF = apply_gate(self.activation, gate_BTF, up_BTF, self.fused)
         with name_results("down"):
-            out_BTD: Tensor = self.down(inner_BTF, reduce_output, dropout)
+            out_BTD: Tensor = self.down(inner_BTF, tensor_parallel, dropout)
         return out_BTD

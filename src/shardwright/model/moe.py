@@ -188,7 +188,7 @@ class MixtureOfExperts(nn.Module):
         routing = self.route(x_BTD, context)
         shared: Callable[[], Tensor] | None = None
         if self.shape.shared_intermediate_size:
-            shared = partial(self.shared_experts.compute, x_BTD, None, dropout)
+            shared = partial(self.shared_experts, x_BTD, None, dropout)
         routed_ND, shared_BTD = self.run_experts(x_BTD.flatten(0, 1), routing, shared)
         out_BTD = routed_ND.view_as(x_BTD)
         out_BTD = out_BTD if shared_BTD is None else out_BTD + shared_BTD

@@ -19,7 +19,10 @@ from shardwright.layout.saved_results import ResultName
 STATISTICS: Literal["statistics"] = "statistics"
 """Name of small results of communication that every kind of recomputation keeps."""
 
-NamedPart = ResultName | Literal["statistics", "partial_product"] | None
+UNREAD_END: Literal["unread_end"] = "unread_end"
+"""In the names that a recomputation keeps: nothing reads the sum at the block's end (`down`)."""
+
+NamedPart = ResultName | Literal["statistics", "partial_product", "unread_end"] | None
 """`partial_product`: result of a product that is then summed over tensor-parallel ranks."""
 
 _KEY = "shardwright_result"

@@ -9,10 +9,12 @@ or a shard of L under sequence parallelism), D hidden, V vocabulary rows of this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
+
+from shardwright.model.products.product import Operands
 
 
 class VocabularyHooks(Protocol):
@@ -21,6 +23,18 @@ class VocabularyHooks(Protocol):
     @property
     def gather_logits(self) -> Callable[[Tensor], Tensor]:
         """Function from this rank's logits to the whole vocabulary's, equal on all ranks."""
+        ...
+
+
+class PipelineHooks(Protocol):
+    """Products that overlap with the communication before or after them."""
+
+    def multiply_gathered(self, x_BSD: Tensor, layers: Sequence[Operands]) -> list[Tensor]:
+        """Multiply all tokens by column-parallel weights, `[B, L, O]` each."""
+        ...
+
+    def multiply_and_reduce(self, x_BLI: Tensor, operands: Operands) -> Tensor:
+        """Multiply by a row-parallel weight and sum to the residual stream, without the bias."""
         ...
 
 
@@ -40,6 +54,11 @@ class TensorParallelHooks(Protocol):
     @property
     def sequence_parallel(self) -> bool:
         """True if the tokens of the residual stream are sharded over these ranks too."""
+        ...
+
+    @property
+    def pipeline(self) -> PipelineHooks | None:
+        """Products that overlap with communication; None if communication blocks."""
         ...
 
     def without_sequence_parallel(self) -> TensorParallelHooks:

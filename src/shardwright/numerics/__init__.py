@@ -20,26 +20,3 @@ from shardwright.numerics.preference_loss import (
 )
 from shardwright.numerics.recompute import build_recompute_runner, build_saved_results_runner
 from shardwright.numerics.vocabulary_shard import VocabularyShard
-
-__all__ = [
-    "GradientSquares",
-    "LossScaler",
-    "PairLosses",
-    "PrecisionDtypes",
-    "PreferenceLossSettings",
-    "VocabularyShard",
-    "build_recompute_runner",
-    "build_saved_results_runner",
-    "chunked_cross_entropy",
-    "clip_",
-    "compute_clip_coefficient",
-    "compute_global_norm",
-    "compute_preference_loss",
-    "compute_response_log_probs",
-    "compute_token_losses",
-    "measure_matmul_flops_per_second",
-    "resolve_dtypes",
-    "scale_",
-    "sum_gradient_squares",
-    "synchronise_norm",
-]

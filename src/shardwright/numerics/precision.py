@@ -55,7 +55,7 @@ class LossScaler:
     """Dynamic factor on the loss that keeps small fp16 gradients from becoming zero.
 
     Every rank must take the same decision, or their weights diverge: the argument of `update`
-    follows from the norm that all ranks share (`numerics.clip.synchronise_norm`). A non-finite
+    follows from the norm that all ranks share (`numerics.gradient_clip`). A non-finite
     step halves the scale and is skipped; after `loss_scale_growth_steps` finite steps in a row
     the scale doubles. Precisions other than fp16 need no scaler.
 

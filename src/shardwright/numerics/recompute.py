@@ -69,7 +69,9 @@ _SAVED_OPERATION_NAMES = frozenset(
     {
         "aten::_scaled_mm",
         "aten::_scaled_mm_v2",
+        "aten::_scaled_grouped_mm_v2",
         "shardwright::grouped_product",
+        "shardwright::scaled_product_by_expert",
         "shardwright::row_attention",
         "torch_attn::_varlen_attn",
         "flex_attention",

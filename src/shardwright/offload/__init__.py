@@ -23,21 +23,3 @@ from shardwright.offload.weight_offload import (
     build_weight_offload,
     describe_weight_offload,
 )
-
-__all__ = [
-    "ActivationOffload",
-    "OffloadedOptimizer",
-    "ParameterOffload",
-    "ShardOffload",
-    "TransferCounts",
-    "WeightOffload",
-    "build_activation_offload",
-    "build_parameter_offload",
-    "build_weight_offload",
-    "describe_activation_offload",
-    "describe_offload",
-    "describe_parameter_offload",
-    "describe_transfers",
-    "describe_weight_offload",
-    "offload_optimizer",
-]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.offload.scratch_transfers import ScratchTransfers
-from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts
 
 Wait = Callable[[], None]
@@ -136,7 +136,7 @@ class ScratchStore(ScratchTransfers):
 
     def write(self, data: Tensor) -> tuple[_Region, Wait]:
         """Write to a free region of the same size, or at the end of the file."""
-        size_bytes = -(-data.numel() // PAGE_BYTES) * PAGE_BYTES
+        size_bytes = round_to_pages(data.numel())
         free = self._free.get(size_bytes)
         if free:
             offset_bytes = free.pop()

@@ -79,7 +79,8 @@ class OffloadedOptimizer(ShardedOptimizer):
             optimizer: Optimizer that has taken no step; it keeps no state.
             model: How the parameters are sharded.
             create_store: Function from the partition of this rank's state to a store of zeros.
-            buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: all its state).
+            buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: the state of a
+                block, or all of it if the parameters stay).
             device: Device of parameters and gradients.
             has_host_update: True to update on the host what is on a CUDA device.
             parameters: Brings parameters and gradients that are elsewhere.
@@ -156,6 +157,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self.optimizer.get_row_length(parameter, group),
             self.optimizer.list_state(parameter, group),
             is_divisible=self.optimizer.is_divisible and local.is_contiguous(),
+            unit=None if self._parameters is None else self._parameters.get_unit(name),
         )
 
     def _create_step_counts(self) -> dict[tuple[str, int], Tensor]:
@@ -207,10 +209,17 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
+        unit: int | None = None
         for bucket, parts in self._stream_buckets(order):
             planned = [piece for piece in bucket.pieces if self._is_updated(piece.name)]
             if self._parameters is not None:
-                self._parameters.bring_for_update([piece.name for piece in planned])
+                names = [piece.name for piece in planned]
+                following = self._parameters.find_unit(names)
+                if following is not None and following != unit:
+                    # Muon's matrices change here, and the last unit's leave in the next line.
+                    self.optimizer.finish_update()
+                    unit = following
+                self._parameters.bring_for_update(names)
             pieces = [self._build_piece(piece, parts) for piece in planned]
             if self._host_update is None:
                 self.optimizer.update_pieces(pieces)

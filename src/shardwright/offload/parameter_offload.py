@@ -25,7 +25,7 @@ from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
 from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
-from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock, WeightMemory
 from shardwright.offload.weight_offload import read_bytes
@@ -94,9 +94,9 @@ class ParameterOffload(BlockUses):
             offsets.append(size)
             size += round_to_pages(weight.num_bytes)
         gradient_bytes = sum(round_to_pages(item.num_bytes) for item in weights if item.is_trained)
-        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        memory = self.store.allocate(size)
         block = TrainedBlock(self.store.add(size), self.store.add(gradient_bytes))
-        block.memories.append(WeightMemory(memory, size, 0))
+        block.memories.append(WeightMemory(memory, memory.untyped_storage().nbytes(), 0))
         gradient_offset = 0
         for weight, offset in zip(weights, offsets, strict=True):
             values = memory[offset : offset + weight.num_bytes].view(weight.dtype)
@@ -194,18 +194,28 @@ class ParameterOffload(BlockUses):
         """Multiply the gradients of this step by a factor, when they return for the update."""
         self._gradient_factor = factor
 
+    def get_unit(self, name: str) -> int | None:
+        """Return the blocks that a weight arrives with, by their first layer; None if it stays."""
+        return self._layer_of_name.get(name)
+
+    def find_unit(self, names: Iterable[str]) -> int | None:
+        """Return the unit of those of the parameters that move; None if all stay."""
+        units = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
+        assert len(units) <= 1, "a bucket has weights of two units"
+        return next(iter(units), None)
+
     def bring_for_update(self, names: Iterable[str]) -> None:
-        """Bring weights and gradients of the blocks of parameters that are updated next.
+        """Bring weights and gradients of the unit of parameters that are updated next.
 
         Blocks of other parameters leave: the caller goes through the parameters in the model's
         order. `finish_update` ends the update.
         """
-        layers = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
-        if not layers:
+        layer = self.find_unit(names)
+        if layer is None:
             return
-        following = self._layers[self._layers.index(max(layers)) + 1 :][:1]
-        self._release_others({*layers, *following})
-        for layer in sorted(layers - self._updated_layers):
+        following = self._layers[self._layers.index(layer) + 1 :][:1]
+        self._release_others({layer, *following})
+        if layer not in self._updated_layers:
             block = self._blocks[layer]
             self._launch((layer, "backward"))
             block.finish_writes()
@@ -214,7 +224,8 @@ class ParameterOffload(BlockUses):
             if self._gradient_factor != 1.0:
                 scale_([item for item in gradients if item is not None], self._gradient_factor)
             block.is_changed = True
-        self._updated_layers |= layers
+        assert self._blocks[layer].is_present, "the update has left this unit"
+        self._updated_layers.add(layer)
         for layer in following:
             self._launch((layer, "backward"))
 
@@ -237,7 +248,7 @@ class ParameterOffload(BlockUses):
     def read_weight(self, name: str) -> Tensor:
         """Return a copy of a weight on the device."""
         block, member = self._find(name)
-        memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=self.device)
+        memory = self.store.allocate(member.num_bytes)
         if member.num_bytes:
             self.store.read(block.weight_place + member.offset, memory)()
         return memory.view(member.parameter.dtype).view(member.shape)
@@ -279,11 +290,6 @@ class ParameterOffload(BlockUses):
                 block.release()
         self._blocks.clear()
         self.store.close()
-
-
-def round_to_pages(num_bytes: int) -> int:
-    """Return the bytes of the whole pages that hold `num_bytes`."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def build_parameter_offload(

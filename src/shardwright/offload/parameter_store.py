@@ -1,7 +1,7 @@
 """Scratch file of trained weights and their gradients: read and written in whole places.
 
-One thread reads and one writes, each through a staging buffer with direct I/O. A place begins on
-a page. As the file of moments, it has no name and its blocks are reserved before training.
+One thread reads and one writes with direct I/O. A place begins on a page. As the file of moments,
+it has no name and its blocks are reserved before training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.scratch_transfers import ScratchTransfers
-from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts
 from shardwright.units import format_bytes
 
@@ -42,6 +42,10 @@ class ParameterStore(Protocol):
 
     def fill(self, position: int, pieces: Iterable[Tensor]) -> None:
         """Write consecutive pieces of bytes, each `[N]` in host memory, from a page on."""
+        ...
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate bytes on the device, `[N]`, that transfers reach without a copy."""
         ...
 
     def read(self, position: int, target: Tensor) -> Wait:
@@ -100,7 +104,7 @@ class DiskParameterStore(ScratchTransfers):
             OffloadFailed: the disk has not enough free space.
         """
         first = self.num_bytes
-        self.num_bytes += -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.num_bytes += round_to_pages(num_bytes)
         if num_bytes:
             self._attempt(
                 f"extended to {format_bytes(self.num_bytes)}",
@@ -124,10 +128,10 @@ class DiskParameterStore(ScratchTransfers):
                 start += count
                 filled += count
                 if filled == buffer.numel():
-                    self._write_pages(position, filled)
+                    self._write_pages(buffer, position)
                     position += filled
                     filled = 0
-        self._write_pages(position, filled)
+        self._write_pages(buffer[: round_to_pages(filled)], position)
 
     def read(self, position: int, target: Tensor) -> Wait:
         """Start to read bytes from a page on into `target`, `[N]`; valid after the wait.

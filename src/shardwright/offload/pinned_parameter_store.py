@@ -60,6 +60,10 @@ class PinnedParameterStore:
             target.copy_(piece)
             position += piece.numel()
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate bytes on the device, `[N]`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def read(self, position: int, target: Tensor) -> Wait:
         """Launch the copy of bytes to `target`, `[N]`; training's stream has them after the
         wait."""

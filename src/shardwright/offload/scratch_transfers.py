@@ -1,11 +1,13 @@
 """Transfers between a scratch file on a local disk and the device.
 
-One thread reads and one writes, each through a staging buffer with direct I/O, and on CUDA with a
+One thread reads and one writes with direct I/O. On a CPU whole pages move without a copy, if the
+memory begins on a page. All else passes through a staging buffer per direction, with CUDA on a
 copy stream of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +21,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import OffloadFailed
 from shardwright.offload.disk_store import allocate_buffer
-from shardwright.offload.state_buckets import PAGE_BYTES
+from shardwright.offload.state_buckets import PAGE_BYTES, round_to_pages
 from shardwright.offload.store import TransferCounts
 
 _Result = TypeVar("_Result")
@@ -48,6 +50,14 @@ class ScratchTransfers:
         self._stream_out = torch.cuda.Stream(device) if is_pinned else None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-write")
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate bytes on the device, `[N]`; on a CPU they begin on a page."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE_BYTES
+        return memory[start : start + num_bytes]
 
     def close(self) -> None:
         """Stop the threads; the file then ceases to exist."""
@@ -90,13 +100,12 @@ class ScratchTransfers:
             job.result()
         start_seconds = time.perf_counter()
         buffer = self._read_buffer
-        for start in range(0, target.numel(), buffer.numel()):
+        direct = self._select_direct_pages(target)
+        self._read_pages(direct, position)
+        self.counts.read_bytes += direct.numel()
+        for start in range(direct.numel(), target.numel(), buffer.numel()):
             count = min(buffer.numel(), target.numel() - start)
-            pages = buffer[: -(-count // PAGE_BYTES) * PAGE_BYTES]
-            self._attempt(
-                "read",
-                partial(self._disk.read_at, self._descriptor, pages.numpy().data, position + start),
-            )
+            self._read_pages(buffer[: round_to_pages(count)], position + start)
             _copy(target[start : start + count], buffer[:count], self._stream_in, ready)
             self.counts.read_bytes += count
         self.counts.reading_seconds += time.perf_counter() - start_seconds
@@ -105,21 +114,31 @@ class ScratchTransfers:
         """Write on the writer thread."""
         start_seconds = time.perf_counter()
         buffer = self._write_buffer
-        for start in range(0, data.numel(), buffer.numel()):
+        direct = self._select_direct_pages(data)
+        self._write_pages(direct, position)
+        self.counts.written_bytes += direct.numel()
+        for start in range(direct.numel(), data.numel(), buffer.numel()):
             count = min(buffer.numel(), data.numel() - start)
             _copy(buffer[:count], data[start : start + count], self._stream_out, ready)
-            self._write_pages(position + start, count)
+            self._write_pages(buffer[: round_to_pages(count)], position + start)
             self.counts.written_bytes += count
         self.counts.writing_seconds += time.perf_counter() - start_seconds
 
-    def _write_pages(self, position: int, num_bytes: int) -> None:
-        """Write the first bytes of the staging buffer, filled up to whole pages."""
-        if num_bytes:
-            pages = self._write_buffer[: -(-num_bytes // PAGE_BYTES) * PAGE_BYTES]
-            self._attempt(
-                "written",
-                partial(self._disk.write_at, self._descriptor, pages.numpy().data, position),
-            )
+    def _select_direct_pages(self, memory: Tensor) -> Tensor:
+        """Return the first bytes of `memory`, `[N]`, that direct I/O can reach: whole pages."""
+        if self._device.type != "cpu" or memory.data_ptr() % PAGE_BYTES:
+            return memory[:0]
+        return memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
+
+    def _read_pages(self, pages: Tensor, position: int) -> None:
+        if pages.numel():
+            data = _view_bytes(pages)
+            self._attempt("read", partial(self._disk.read_at, self._descriptor, data, position))
+
+    def _write_pages(self, pages: Tensor, position: int) -> None:
+        if pages.numel():
+            data = _view_bytes(pages)
+            self._attempt("written", partial(self._disk.write_at, self._descriptor, data, position))
 
     def _attempt(self, verb: str, operation: Callable[[], _Result]) -> _Result:
         """Run a file operation; raise one error that names the folder."""
@@ -130,6 +149,11 @@ class ScratchTransfers:
                 f"{self._FILE} in {self._folder} could not be {verb}: {error.strerror or error}. "
                 f"{self._REMEDY}"
             ) from error
+
+
+def _view_bytes(memory: Tensor) -> memoryview:
+    """Return a view of memory on a CPU; after `Tensor.numpy` its storage could not be freed."""
+    return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr()))
 
 
 def _copy(

@@ -8,7 +8,7 @@ adds to it, it returns with the shard (docs/decisions/0119-offloaded-shards.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,12 +17,9 @@ from torch import Tensor, nn
 from shardwright.config.offload import OffloadTier
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources
 from shardwright.offload.block_uses import Phase, Use
-from shardwright.offload.parameter_offload import (
-    FinishGradients,
-    ParameterOffload,
-    round_to_pages,
-)
+from shardwright.offload.parameter_offload import FinishGradients, ParameterOffload
 from shardwright.offload.parameter_store import ParameterStore
+from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.trained_block import (
     BlockMember,
     TrainedBlock,
@@ -43,6 +40,7 @@ class ShardOffload(ParameterOffload):
         """Units that the running backward pass has gathered."""
         self._last_stored: int | None = None
         """Unit whose gradients have left last; their writes are waited for one unit later."""
+        self._free_reduced: dict[int, Callable[[], None]] = {}
         self._guess: int | None = None
         """Unit whose gradients return although its backward pass has not begun."""
 
@@ -52,12 +50,14 @@ class ShardOffload(ParameterOffload):
         weights: Sequence[BlockWeight],
         residents: Sequence[nn.Parameter],
         sources: BlockWeightSources,
+        free_reduced: Callable[[], None],
     ) -> None:
         """Store a unit's shards and free their memory on the device.
 
         Args:
             weights: shape and dtype of this rank's shards; the modules have the parameters.
             residents: other trained parameters that FSDP2 reduces with them.
+            free_reduced: Called when the unit's reduced gradients have left.
 
         Raises:
             OffloadFailed: the disk is too small or fails.
@@ -94,6 +94,7 @@ class ShardOffload(ParameterOffload):
         for parameter in residents:
             parameter.register_post_accumulate_grad_hook(_separate_gradient)
         self._blocks[unit] = block
+        self._free_reduced[unit] = free_reduced
         self._layers.append(unit)
         self.names = frozenset(self._layer_of_name)
 
@@ -122,7 +123,7 @@ class ShardOffload(ParameterOffload):
     def end_backward(self) -> None:
         """Wait for the gradients that have left, but for the last unit's."""
         for unit in self._backward_units - {self._last_stored}:
-            self._blocks[unit].finish_gradient_writes()
+            self._finish_gradient_writes(unit)
         self._backward_units.clear()
         self._is_backward = False
 
@@ -137,7 +138,7 @@ class ShardOffload(ParameterOffload):
             if other not in (unit, next_unit):
                 others_block.free_weights()
             if phase != "backward" or other != self._last_stored:
-                others_block.finish_gradient_writes()
+                self._finish_gradient_writes(other)
         block = self._blocks[unit]
         block.launch(self.store)
         if phase == "backward":
@@ -151,6 +152,12 @@ class ShardOffload(ParameterOffload):
         if next_phase == "backward" and next_unit not in self._backward_units:
             self._blocks[next_unit].launch_gradients(self.store)
             self._guess = next_unit
+
+    def _finish_gradient_writes(self, unit: int) -> None:
+        block = self._blocks[unit]
+        if block.gradient_writes:
+            block.finish_gradient_writes()
+            self._free_reduced[unit]()
 
     def _take_gradient(self, unit: int, member: BlockMember, _parameter: Tensor) -> None:
         """Let a reduced gradient leave; FSDP2 calls this on the stream of the reduction."""

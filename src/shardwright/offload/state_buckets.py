@@ -93,6 +93,8 @@ class OffloadedParameter:
     row_length: int
     state: dict[str, StateSpec]
     is_divisible: bool = True
+    unit: int | None = None
+    """Blocks whose weights are on the device together; None if the weights are always there."""
 
     @property
     def num_bytes(self) -> int:
@@ -123,13 +125,17 @@ class StatePartition:
 def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int) -> StatePartition:
     """Divide the state of a rank's parameters into buckets of about `buffer_bytes`.
 
-    A parameter that cannot be divided may have a larger bucket.
+    A parameter that cannot be divided may have a larger bucket. No bucket has parameters of two
+    units.
     """
     partition = StatePartition()
     pending: list[OffloadedParameter] = []
     pending_bytes = 0
+    unit: int | None = None
     for parameter in parameters:
-        if pending and pending_bytes + parameter.num_bytes > buffer_bytes:
+        has_new_unit = parameter.unit not in (None, unit)
+        unit = parameter.unit if has_new_unit else unit
+        if pending and (has_new_unit or pending_bytes + parameter.num_bytes > buffer_bytes):
             _add_shared_bucket(partition, pending)
             pending = []
             pending_bytes = 0
@@ -196,6 +202,11 @@ def _add_divided_parameter(
             views[name] = PieceView(index, 0, shape, spec.dtype)
         piece = BucketPiece(parameter.name, views, first_row, count, parameter.row_length)
         partition.buckets.append(StateBucket((piece,), tuple(ranges)))
+
+
+def round_to_pages(num_bytes: int) -> int:
+    """Return the bytes of the whole pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _round_up(num_bytes: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ class WeightMemory:
     data: Tensor
     """Bytes of the weights, `[N]`."""
     storage_bytes: int
-    """Bytes of the storage; FSDP2 may add padding behind the weights."""
+    """Bytes of the storage, which may have more than the weights: FSDP2 pads shards."""
     offset: int
     """Place among the weights of the block in the store."""
 
@@ -78,8 +78,7 @@ class TrainedBlock:
     def launch_gradient(self, member: BlockMember, store: ParameterStore) -> None:
         """Start to read one member's gradient from the store."""
         parameter = member.parameter
-        device = get_local_tensor(parameter.detach()).device
-        memory = torch.empty(member.num_bytes, dtype=torch.uint8, device=device)
+        memory = store.allocate(member.num_bytes)
         if member.num_bytes:
             place = self.gradient_place + member.gradient_offset
             self.gradient_reads.append(store.read(place, memory))

@@ -10,18 +10,3 @@ from shardwright.optim.state import (
     collect_optimizer_values,
     load_optimizer_values,
 )
-
-__all__ = [
-    "MatrixExchange",
-    "Moment",
-    "ShardedModel",
-    "build_optimizer",
-    "check_block_boundaries",
-    "collect_optimizer_moments",
-    "collect_optimizer_tensors",
-    "collect_optimizer_values",
-    "compute_learning_rate",
-    "load_optimizer_values",
-    "require_torchao",
-    "set_learning_rate",
-]

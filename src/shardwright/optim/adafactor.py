@@ -110,7 +110,7 @@ class Adafactor(ShardedOptimizer):
         self.update_pieces(self.list_pieces())
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Update these parameters, which must be all of them. Collective."""
+        """Update these parameters. Collective: every rank passes the same ones of its stage."""
         updates = [
             _ParameterUpdate(
                 piece.name,

@@ -16,7 +16,7 @@ CompileFunction = Callable[
     [str, Callable[..., Any], Callable[..., Any], Callable[[torch.device], Sequence[Any]]],
     Callable[..., Any],
 ]
-"""Chooser between a function and its compiled form (`numerics.FunctionCompiler`).
+"""Chooser between a function and its compiled form (`numerics.function_compiler`).
 
 Arguments: name, the function to compile, the one to use otherwise, and a builder of sample
 arguments.

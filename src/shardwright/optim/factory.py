@@ -61,7 +61,7 @@ def build_optimizer(
         model: how the parameters are sharded; not needed for adamw and sgd, which work element
             by element.
         compile_function: compiler of the passes of adamw_8bit and adafactor
-            (`numerics.FunctionCompiler`); None runs their operations one by one.
+            (`numerics.function_compiler`); None runs their operations one by one.
     """
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad

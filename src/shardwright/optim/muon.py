@@ -98,7 +98,7 @@ class Muon(ShardedOptimizer):
         self._fused = fused
         self._parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         self._updates: dict[str, Tensor] = {}
-        """Momenta of this step's matrices, to be orthogonalised."""
+        """Momenta of matrices of this step that are to be orthogonalised."""
 
     def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -165,12 +165,15 @@ class Muon(ShardedOptimizer):
         return get_local_tensor(self._parameters[name].detach()).shape
 
     def finish_update(self) -> None:
-        """Orthogonalise the momenta and update the matrices. Collective."""
+        """Orthogonalise the momenta since the last call and update their matrices.
+
+        Collective: every rank has updated the momenta of the same matrices.
+        """
         orthogonal = self._exchange.apply(orthogonalise, self._updates)
         self._updates = {}
         for group in self.param_groups:
-            if group["rule"] == "muon":
-                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if name in orthogonal:
                     local = get_local_tensor(parameter.detach())
                     local.mul_(1 - group["lr"] * group["weight_decay"])
                     local.add_(

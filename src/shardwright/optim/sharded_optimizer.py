@@ -33,7 +33,7 @@ class MatrixExchange(Protocol):
         Args:
             tensors: this rank's part of each matrix by parameter name (empty where it has
                 none), all of one dtype. A stack counts as that many matrices. Every rank passes
-                the same parameters of its stage.
+                the same parameters of its stage, all or some.
         """
         ...
 
@@ -67,7 +67,7 @@ class GradientListener(Protocol):
     """Receiver of a step's gradients."""
 
     def take_gradient(self, name: str) -> None:
-        """Use the gradient of a parameter on the current stream. It changes no more."""
+        """Use the gradient of a parameter on the current stream. It is final."""
         ...
 
     def end_gradients(self) -> None:
@@ -155,7 +155,10 @@ class PiecewiseOptimizer(Protocol):
         ...
 
     def finish_update(self) -> None:
-        """Do the rest of the step, after all pieces. Collective if the optimizer's step is."""
+        """Do the rest for the parameters whose pieces have been updated since the last call.
+
+        Collective if the optimizer's step is.
+        """
         ...
 
 

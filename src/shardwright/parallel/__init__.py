@@ -3,5 +3,3 @@
 from shardwright.parallel.apply import apply_layout
 from shardwright.parallel.mesh import build_mesh, init_process_group
 from shardwright.parallel.parallel_model import ParallelModel
-
-__all__ = ["ParallelModel", "apply_layout", "build_mesh", "init_process_group"]

@@ -52,6 +52,7 @@ from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
+from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
@@ -179,6 +180,7 @@ def apply_layout(
             )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
+    gather_codes(fsdp_modules)
     if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)

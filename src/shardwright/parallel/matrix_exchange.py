@@ -90,7 +90,7 @@ class _Matrix:
 
 
 class DistributedMatrixExchange:
-    """`optim.DistributedMatrixExchange` over the ranks of a mesh; without a mesh one rank has
+    """`optim.MatrixExchange` over the ranks of a mesh; without a mesh one rank has
     everything.
 
     Every rank builds it with the same names of the whole model, because all ranks must take
@@ -126,21 +126,16 @@ class DistributedMatrixExchange:
     def apply(
         self, function: Callable[[Tensor], Tensor], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Apply `function` to every whole matrix.
+        """Apply `function` to every whole matrix of the parameters in `tensors`.
 
         Returns:
             This rank's parts of the results, shaped like `tensors`.
         """
         results = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         for group, position, matrices in self._axis_sets:
-            matrices_with_gradient = [matrix for matrix in matrices if matrix.name in tensors]
-            assert len(matrices_with_gradient) == len(matrices), (
-                "a matrix of this stage has no gradient"
-            )
-            if matrices_with_gradient:
-                _apply_over_group(
-                    group, position, matrices_with_gradient, function, tensors, results
-                )
+            selected = [matrix for matrix in matrices if matrix.name in tensors]
+            if selected:
+                _apply_over_group(group, position, selected, function, tensors, results)
         return results
 
 

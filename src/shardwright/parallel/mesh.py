@@ -85,8 +85,8 @@ def abort_nccl_groups() -> None:
 def check_nccl_groups() -> None:
     """Raise an error if an NCCL operation has failed, so that its results are incomplete.
 
-    An operation on the device cannot raise one: when it is aborted, the host goes on with whatever
-    is in its tensors. Call this once the device has been waited for, before results are used.
+    An operation on the device cannot raise one: when it is aborted, the host continues with the
+    unfinished tensors. Call this once the device has been waited for, before results are used.
 
     Raises:
         RankFailed: An operation timed out or lost a peer, or the groups were aborted.
@@ -207,7 +207,7 @@ class Mesh:
                 )
 
     def map_groups_to_parallelisms(self) -> dict[dist.ProcessGroup, str]:
-        """Map each group of this rank to its parallelism, one of `waiting.PARALLELISMS`.
+        """Map each group of this rank to its parallelism, one of `comm_timing.PARALLELISMS`.
 
         A group over several kinds of parallelism is mapped to `world`.
         """

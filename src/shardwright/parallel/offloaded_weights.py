@@ -77,6 +77,7 @@ class TrainedShardStore(TrainedWeightStore, Protocol):
         weights: Sequence[BlockWeight],
         residents: Sequence[nn.Parameter],
         sources: BlockWeightSources,
+        free_reduced: Callable[[], None],
     ) -> None:
         """Store the shards of a unit and free their memory.
 
@@ -84,6 +85,7 @@ class TrainedShardStore(TrainedWeightStore, Protocol):
             unit: index of the blocks that FSDP2 gathers together.
             weights: shape and dtype of the shards; the modules have the parameters.
             residents: other trained parameters that are reduced with them.
+            free_reduced: Called when the unit's reduced gradients have left.
         """
         ...
 

@@ -4,7 +4,7 @@ Every rank of a pipeline reads the same micro-batches: ids, labels, positions, d
 dropout keys are present where they are needed, and only hidden states and their gradients are
 sent. Their shapes are those of the current micro-batch and may change from one micro-batch to
 the next; nothing is stored between steps. Receives and sends are posted as
-`schedule.plan_steps` orders them, which `schedule.check` proves free of deadlock.
+`schedule.plan_steps` orders them, which `schedule.check_schedule` proves free of deadlock.
 
 Why not torch.distributed.pipelining: docs/decisions/0031-pipeline-executor.md.
 

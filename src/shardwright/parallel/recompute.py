@@ -8,7 +8,7 @@ from shardwright.layout import Layout
 from shardwright.layout.saved_results import LayerResults, SavedResults
 from shardwright.model.communication_results import PARTIAL_PRODUCTS, create_keeping_contexts
 from shardwright.model.decoder import Decoder
-from shardwright.model.result_names import STATISTICS, get_result_name
+from shardwright.model.result_names import STATISTICS, UNREAD_END, get_result_name
 from shardwright.numerics.packed_results import PackFunction
 from shardwright.numerics.recompute import (
     RecomputeRunner,
@@ -48,7 +48,7 @@ def build_block_runner(
 
     `selective` keeps the results of the blocks' tensor-parallel collectives too.
     """
-    results = _STREAM_RESULTS if kind == "selective" else frozenset()
+    results = _STREAM_RESULTS | _GATHERED_PRODUCTS if kind == "selective" else frozenset()
     return build_recompute_runner(kind, pack, _build_communication(shape, layout, results))
 
 
@@ -65,6 +65,10 @@ def build_layer_runner(
 _STREAM_RESULTS: SavedResults = frozenset(["gathered", "attention_out", "down"])
 """Results of the collectives between the residual stream and tensor-parallel products."""
 
+_GATHERED_PRODUCTS: SavedResults = frozenset(["projections", "gate_up"])
+"""Results of products that are pipelined with a gather. The policy of a recomputation keeps those
+of other products itself."""
+
 
 def _build_communication(
     shape: ModelShape, layout: Layout, results: SavedResults
@@ -75,9 +79,13 @@ def _build_communication(
     """
     if layout.tp == layout.cp == layout.ep == 1:
         return None
-    names: set[str | None] = {STATISTICS, *(results & _STREAM_RESULTS)}
+    communicated = _STREAM_RESULTS
+    if layout.async_tensor_parallel != "none" and layout.sequence_parallel:
+        communicated |= _GATHERED_PRODUCTS
+    names: set[str | None] = {STATISTICS, *(results & communicated)}
     if not shape.is_block_end_read:
         names.discard("down")
+        names.add(UNREAD_END)
     return SavedCommunication(
         frozenset(names), get_result_name, create_keeping_contexts, PARTIAL_PRODUCTS
     )

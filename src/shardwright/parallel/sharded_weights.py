@@ -10,6 +10,7 @@ FSDP2's that this module uses is read only. The parameters of a unit are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ def store_shards(
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
             for weight in weights
         }
-        offload.add_shards(unit, weights, residents, BlockWeightSources(read_slice, boxes, {}))
+        sources = BlockWeightSources(read_slice, boxes, {})
+        offload.add_shards(unit, weights, residents, sources, partial(_free_reduced, groups))
         for group in groups:
             # Otherwise the first pass pads shards again, from memory that is freed now.
             group._reset_sharded_params = True
@@ -79,7 +81,7 @@ def _list_units(
     """Return the blocks and FSDP2's groups of each unit, by the index of its first layer."""
     units: dict[int, tuple[list[Block], list[Any]]] = {}
     unit_of_module: dict[nn.Module, int] = {}
-    groups = [group for module in fsdp_modules for group in _list_groups(module)]
+    groups = [group for module in fsdp_modules for group in list_parameter_groups(module)]
     for group in groups:
         blocks = [module for module in group.modules if isinstance(module, Block)]
         if blocks:
@@ -93,7 +95,7 @@ def _list_units(
     return {unit: units[unit] for unit in sorted(units)}
 
 
-def _list_groups(module: FSDPModule) -> list[Any]:
+def list_parameter_groups(module: FSDPModule) -> list[Any]:
     """List FSDP2's groups of parameters of a module; before torch 2.13 there is one at most."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -114,6 +116,16 @@ def _describe_shard(
     return BlockWeight(
         spec, module, attribute, shape, parameter.dtype, is_trained=parameter.requires_grad
     )
+
+
+def _free_reduced(groups: Sequence[Any]) -> None:
+    """Drop the memory of gradients that FSDP2 has summed over replicas.
+
+    It keeps them until the backward pass has ended, because another stream sums them. Training's
+    stream has waited for their copies, and so for the sums.
+    """
+    for group in groups:
+        group._all_reduce_state = None
 
 
 def _bring_before_gather(

@@ -27,12 +27,19 @@ from shardwright.model.result_names import STATISTICS, name_results
 from shardwright.numerics import VocabularyShard
 from shardwright.parallel import collectives
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.pipelined_products import PipelinedProducts
 
 
 def build_tensor_parallel(layout: Layout, mesh: Mesh | None) -> TensorParallel | None:
     """Build a layout's tensor parallelism; None for a single tensor-parallel rank."""
     group = None if mesh is None else mesh.group("tp")
-    return None if group is None else TensorParallel(group, layout.sequence_parallel)
+    if group is None:
+        return None
+    kind = layout.async_tensor_parallel
+    pipeline = None
+    if kind in ("chunked", "fused"):
+        pipeline = PipelinedProducts(group, kind, layout.sequence_parallel)
+    return TensorParallel(group, layout.sequence_parallel, pipeline)
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class TensorParallel:
 
     group: dist.ProcessGroup
     sequence_parallel: bool
+    pipeline: PipelinedProducts | None = None
 
     @property
     def rank(self) -> int:
@@ -53,8 +61,8 @@ class TensorParallel:
         return self.group.size()
 
     def without_sequence_parallel(self) -> TensorParallel:
-        """Return the same ranks with a replicated residual stream."""
-        return replace(self, sequence_parallel=False)
+        """Return the same ranks with a replicated residual stream and blocking communication."""
+        return replace(self, sequence_parallel=False, pipeline=None)
 
     def prepare_input(self, x_BSD: Tensor) -> Tensor:
         """Return all tokens `[B, L, D]`, for products sharded over outputs; sums gradients."""

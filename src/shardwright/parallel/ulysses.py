@@ -51,7 +51,7 @@ def _split_heads(x_BHLE: Tensor, num_ranks: int) -> Tensor:
     """Split the heads by the rank that takes them, `[R, B, heads, L, E]`."""
     num_heads = x_BHLE.shape[1]
     if num_heads % num_ranks:
-        assert num_ranks % num_heads == 0, "`layout.check_context` refuses it"
+        assert num_ranks % num_heads == 0, "`check_context_parallel` refuses it"
         x_BHLE = x_BHLE.repeat_interleave(num_ranks // num_heads, dim=1)
     return x_BHLE.unflatten(1, (num_ranks, -1)).movedim(1, 0)
 

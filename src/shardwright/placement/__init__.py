@@ -5,6 +5,7 @@ from shardwright.placement.low_precision import (
     compute_token_multiple,
     describe_bits,
     has_micro_batch_scales,
+    has_whole_block_shards,
     select_scaled_weights,
 )
 from shardwright.placement.model_placement import Placement, partition_stages, place_model
@@ -14,18 +15,3 @@ from shardwright.placement.parameter_layouts import (
     TensorParallelStyle,
     build_parameter_layouts,
 )
-
-__all__ = [
-    "EXPERT_PARALLEL_STYLES",
-    "TENSOR_PARALLEL_STYLES",
-    "Placement",
-    "TensorParallelStyle",
-    "build_parameter_layouts",
-    "check_low_precision",
-    "compute_token_multiple",
-    "describe_bits",
-    "has_micro_batch_scales",
-    "partition_stages",
-    "place_model",
-    "select_scaled_weights",
-]

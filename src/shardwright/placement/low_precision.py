@@ -217,6 +217,15 @@ def compute_token_multiple(placement: Placement, section: LowPrecisionSection | 
     return TOKEN_BLOCK_OF_RECIPE[section.recipe] * chunks
 
 
+def has_whole_block_shards(shape: tuple[int, ...], num_shards: int) -> bool:
+    """Return True if sharding the first dim leaves whole blocks of 128 rows, or whole experts.
+
+    `shape` is that of a weight of `blockwise` on one tensor-parallel rank.
+    """
+    rows = BLOCK_OF_RECIPE["blockwise"] if len(shape) == 2 else 1
+    return shape[0] % (rows * num_shards) == 0
+
+
 def _check_weight_blocks(placement: Placement, section: LowPrecisionSection, name: str) -> None:
     """Check that a weight, and every rank's part of it, has whole blocks."""
     block = BLOCK_OF_RECIPE[section.recipe]

@@ -5,15 +5,3 @@ from shardwright.planner.engine_model import EngineModel
 from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
 from shardwright.planner.predictor import Predictor, predict
 from shardwright.planner.rates.efficiency import Efficiency
-
-__all__ = [
-    "Candidate",
-    "Efficiency",
-    "EngineModel",
-    "LowRankAdapter",
-    "MemoryParts",
-    "Prediction",
-    "Predictor",
-    "TimeParts",
-    "predict",
-]

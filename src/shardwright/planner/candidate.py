@@ -14,6 +14,7 @@ from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.low_precision import ScaledShares
+from shardwright.planner.model_costs import ParameterElements
 from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
@@ -29,9 +30,6 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
     "disk": "optimizer_disk",
 }
 """Kind of offloading by the tier of the optimizer states."""
-
-TRAINED_OFFLOAD_OPTIMIZERS: tuple[OptimizerKind, ...] = ("adamw", "adamw_8bit", "sgd_momentum")
-"""Optimizers whose update of some parameters does not depend on others."""
 
 AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
@@ -159,11 +157,17 @@ class Candidate:
             and self.can_offload_trained
             and not self.is_updated_on_host
             and not self.is_deferring
-            and not (self.is_sharded and self.layout.dp_replicate > 1)
-            and self.optimizer in TRAINED_OFFLOAD_OPTIMIZERS
+            and self.optimizer != "sgd"
             and self.precision not in ("fp8", "nvfp4")
             and self.working_weights is not True
         )
+
+    @property
+    def has_resident_sums(self) -> bool:
+        """True if FSDP2 adds up offloaded shards' gradients on the device until it sums them over
+        replicas."""
+        is_accumulated = self.gradient_accumulation_steps > 1
+        return self.has_offloaded_shards and is_accumulated and self.layout.dp_replicate > 1
 
     @property
     def optimizer_tier(self) -> OffloadTier:
@@ -206,6 +210,18 @@ class Candidate:
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""
         return self.layout.is_sharded
+
+    def get_gather_bytes(self, elements: ParameterElements) -> float:
+        """Return the mean bytes of an element of gathered parameters, in transfer and in memory.
+
+        Codes of 8-bit weights have one; the scales of their blocks are not counted.
+        """
+        size = self.engine.get_gather_bytes(self.activation_bytes)
+        shares = self.scaled_shares
+        if shares is None or not shares.gathered or not self.is_sharded or self.adapter is not None:
+            return size
+        coded = shares.gathered * elements.in_blocks / max(1.0, elements.local)
+        return size - coded * (size - 1.0)
 
     @property
     def has_offloaded_shards(self) -> bool:

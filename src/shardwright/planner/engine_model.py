@@ -167,10 +167,15 @@ class EngineModel:
         return min(optimizer_bytes, 3.0 * buffer_bytes)
 
     def compute_offloaded_update_seconds(
-        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+        self,
+        update_seconds: float,
+        num_elements: float,
+        state_bytes: float,
+        rate: float,
+        num_local_ranks: int,
     ) -> float:
         """Compute the seconds of an update whose states come and go at `rate` bytes per second in
-        each direction. The transfers run beside the update."""
+        each direction. The transfers run beside the update. `num_local_ranks` share a host."""
         return max(update_seconds, state_bytes / rate)
 
     @property

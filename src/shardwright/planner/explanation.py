@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
@@ -190,8 +191,27 @@ def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | No
         f"{format_seconds(plain.time.step)} on this layout: {change}. Products that become {width} "
         f"are {share:.0%} of the bf16 step; {gradients}attention, the head and everything between "
         f"products stay as they are. Narrower products save {saved:.0%} of the step, and "
-        f"quantising the operands of each{compilation} adds {added:.0%}. Parameters are gathered "
-        "in bf16."
+        f"quantising the operands of each{compilation} adds {added:.0%}. "
+        + explain_gathers(predictor.facts, candidate)
+    )
+
+
+def explain_gathers(facts: ModelFacts, candidate: Candidate) -> str:
+    """Say which share of the blocks' weights is gathered in 8 bits, and why not more."""
+    if not candidate.is_sharded:
+        return "Weights are not gathered."
+    total = ParameterElements()
+    for layer, kind in zip(facts.count_elements(candidate.layout).layers, facts.kinds, strict=True):
+        total = total.add(layer.multiply(kind.count))
+    share = 2.0 - candidate.get_gather_bytes(total)
+    if share:
+        return (
+            f"{share:.0%} of the blocks' parameters are gathered in 8 bits, the others in bf16: "
+            "8-bit gathers need whole blocks of 128 rows on each rank."
+        )
+    return (
+        "Weights are gathered in bf16: only blockwise has one set of codes for both products, and "
+        "needs whole blocks of 128 rows on each rank."
     )
 
 

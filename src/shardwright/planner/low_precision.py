@@ -1,8 +1,8 @@
 """Costs of 8-bit and 4-bit products as this trainer computes them.
 
-Every product quantises both of its operands, weights too, in each micro-batch. Gradients of
-experts' weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights, are products
-in bf16.
+Every product quantises both of its operands, weights too, in each micro-batch. A weight whose codes
+ZeRO gathers is quantised once per gather instead, each rank its shard. Gradients of experts'
+weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights, are products in bf16.
 
 Legend: M tokens, N output features, K input features of a product.
 """
@@ -57,6 +57,8 @@ _KERNEL_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
 _GROUPED_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
     "rowwise": ("Hopper", "Blackwell"),
     "rowwise_with_gw_hp": ("Hopper", "Blackwell"),
+    "blockwise": ("Hopper",),
+    "mxfp8": ("Blackwell",),
 }
 
 
@@ -79,6 +81,9 @@ class ScaledShares:
     """Gradients of all weights are multiplied in bf16."""
     has_4bit_operands: bool = False
     """Operands have 4 bits (`nvfp4`), not 8."""
+    gathered: float = 0.0
+    """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
+    blocks."""
 
     @property
     def eager_bytes(self) -> float:
@@ -95,12 +100,23 @@ class ScaledShares:
         is_expert = TARGET_OF_ROLE.get(role) == "experts"  # type: ignore[call-overload]
         return 0.0 if self.has_wide_weight_gradients or is_expert else self.get_share(role)
 
-    def count_operands(self, role: str, m: float, n: float, k: float) -> OperandElements:
-        """Count the elements that the three products of a weight quantise."""
+    def count_operands(
+        self,
+        role: str,
+        m: float,
+        n: float,
+        k: float,
+        weight_shares: tuple[float, float] = (1.0, 1.0),
+    ) -> OperandElements:
+        """Count the elements that the three products of a weight quantise.
+
+        `weight_shares` are those of the weight in the forward and the backward pass: 1 unless its
+        codes are gathered.
+        """
         share = self.get_share(role)
         return OperandElements(
-            share * (m * k + n * k),
-            share * (m * n + n * k),
+            share * (m * k + weight_shares[0] * n * k),
+            share * (m * n + weight_shares[1] * n * k),
             self.get_weight_gradient_share(role) * (m * n + m * k),
         )
 
@@ -186,4 +202,18 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         shares["experts"],
         section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
         section.kind == "nvfp4",
+        _compute_gathered_share(shape, section, totals),
     )
+
+
+def _compute_gathered_share(
+    shape: ModelShape,
+    section: LowPrecisionSection,
+    totals: dict[LowPrecisionTarget, list[int]],
+) -> float:
+    """Compute the share of weights whose codes ZeRO gathers (`parallel.code_gathers`)."""
+    layouts = {shape.matrix_layout, shape.experts.matrix_layout if shape.experts else "out_in"}
+    if section.recipe != "blockwise" or "in_out" in layouts:
+        return 0.0
+    elements, selected = map(sum, zip(*totals.values(), strict=True))
+    return selected / elements

@@ -21,7 +21,12 @@ from shardwright.architecture.flop_count import (
 from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout, ParameterLayout, compute_local_shape
 from shardwright.layout.saved_results import LayerResults
-from shardwright.placement import TENSOR_PARALLEL_STYLES, build_parameter_layouts
+from shardwright.placement import (
+    TENSOR_PARALLEL_STYLES,
+    build_parameter_layouts,
+    has_whole_block_shards,
+)
+from shardwright.placement.low_precision import TARGET_OF_ROLE
 
 _FIRST_RANK = {
     "pp": 0,
@@ -74,7 +79,8 @@ class ParameterElements(NamedTuple):
     """Elements of some parameters on the rank with the most: `local` is its tensor- and
     expert-parallel shard, `sharded` the ZeRO shard of that. `expert_*` are the elements of
     experts among them, `local_matrices` those of tensors with two or more dims (of `local`),
-    `movable` and `movable_sharded` those of matrices that `offload.parameters` moves."""
+    `movable` and `movable_sharded` those of matrices that `offload.parameters` moves, `in_blocks`
+    those of matrices whose ZeRO shards are whole blocks of 8-bit operands (of `local`)."""
 
     local: float = 0.0
     sharded: float = 0.0
@@ -83,6 +89,7 @@ class ParameterElements(NamedTuple):
     local_matrices: float = 0.0
     movable: float = 0.0
     movable_sharded: float = 0.0
+    in_blocks: float = 0.0
 
     def add(self, other: ParameterElements) -> ParameterElements:
         """Return the sum."""
@@ -238,7 +245,8 @@ def _count_parameter_elements(
 ) -> ParameterElements:
     whole = 1.0
     shard = 1.0
-    for size in compute_local_shape(parameter_layout, layout, _FIRST_RANK, with_zero=False):
+    local_shape = compute_local_shape(parameter_layout, layout, _FIRST_RANK, with_zero=False)
+    for size in local_shape:
         whole *= size
     for size in compute_local_shape(parameter_layout, layout, _FIRST_RANK):
         shard *= size
@@ -248,7 +256,9 @@ def _count_parameter_elements(
         can_move = False
     moved = (whole, shard) if can_move else (0.0, 0.0)
     experts = (whole, shard) if spec.role in EXPERT_ROLES else (0.0, 0.0)
-    return ParameterElements(whole, shard, *experts, matrices, *moved)
+    num_shards = layout.fsdp // (layout.ep if spec.role in EXPERT_ROLES else 1)
+    has_blocks = spec.role in TARGET_OF_ROLE and has_whole_block_shards(local_shape, num_shards)
+    return ParameterElements(whole, shard, *experts, matrices, *moved, has_blocks * whole)
 
 
 @lru_cache(maxsize=1024)

@@ -134,7 +134,7 @@ class Prediction:
     memory_capacity_bytes: float
     """Bytes of one device that a process may use."""
     model_flops_per_step: float
-    """Model FLOPs as in `architecture.count`: causal attention, without recomputation."""
+    """Model FLOPs as in `architecture.flop_count`: causal attention, without recomputation."""
     peak_flops_per_second: float
     """Dense peak of one device in the candidate's precision."""
     uncertainty: Uncertainty

@@ -1,8 +1,8 @@
 """Check that the ranks' sequences of collectives match.
 
 The sequences are executed together: a collective blocks until all ranks of its group call it.
-Sends and receives do not block (`schedule.check` proves their order within a pipeline), but
-between two ranks they must match in the order in which they are posted.
+Sends and receives do not block (`schedule.check_schedule` proves their order within a pipeline),
+but between two ranks they must match in the order in which they are posted.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def find_disagreement(sequences: Mapping[int, Sequence[Collective]]) -> Disagree
     return _find_mismatched_exchange(sequences) or _find_stuck(sequences)
 
 
-def _find_mismatched_exchange(
-    sequences: Mapping[int, Sequence[Collective]],
-) -> Disagreement | None:
+def _find_mismatched_exchange(sequences: Mapping[int, Sequence[Collective]]) -> Disagreement | None:
     """Match sends with receives between every two ranks, in the order of posting."""
     sends: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}
     receives: dict[tuple[int, int], deque[tuple[int, Collective]]] = {}

@@ -85,6 +85,7 @@ class _CountingParameterStore:
     def __init__(self, device: torch.device, staging_bytes: int) -> None:
         self.counts = TransferCounts()
         self.num_bytes = 0
+        self._device = device
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
 
     def add(self, num_bytes: int) -> int:
@@ -95,6 +96,10 @@ class _CountingParameterStore:
 
     def fill(self, position: int, pieces: Iterable[Tensor]) -> None:
         """Leave the place as it is; the values are not read."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Allocate bytes on the device, `[N]`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def read(self, position: int, target: Tensor) -> Wait:
         """Count bytes that arrive."""

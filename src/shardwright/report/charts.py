@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from shardwright.config.low_precision import LowPrecisionTarget
 from shardwright.report.chart_data import Chart, StepAxis
-from shardwright.report.line_chart import draw_curves
 from shardwright.report.rank_charts import (
     build_memory_chart,
     build_temperature_chart,
@@ -19,13 +17,7 @@ from shardwright.report.rank_charts import (
     build_wait_chart,
 )
 from shardwright.report.recorded_run import Run
-from shardwright.report.step_charts import (
-    build_loss_chart,
-    build_value_chart,
-    compute_activation_gigabytes,
-    compute_mfu_percent,
-    compute_offload_gigabytes,
-)
+from shardwright.report.step_charts import build_loss_chart, build_value_chart, compute_gigabytes
 from shardwright.telemetry.event_log import StepEvent
 
 
@@ -33,6 +25,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     """Build all charts that have data, in reading order."""
     axis = StepAxis.choose(runs)
     build_curves = partial(build_value_chart, runs, axis)
+    build_curves_from_zero = partial(build_curves, should_start_at_zero=True)
     charts = [
         build_loss_chart(runs, axis),
         build_curves(
@@ -41,27 +34,24 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "global norm before clipping",
             lambda s: s.gradient_norm,
         ),
-        build_curves(
+        build_curves_from_zero(
             "learning-rate",
             "Learning rate",
             "learning rate",
             lambda s: s.learning_rate,
             is_smoothed=False,
-            should_start_at_zero=True,
         ),
-        build_curves(
+        build_curves_from_zero(
             "throughput",
             "Throughput",
             "tokens per second, all ranks",
             lambda s: s.tokens_per_second,
-            should_start_at_zero=True,
         ),
-        build_curves(
+        build_curves_from_zero(
             "mfu",
             "MFU",
             "% of the measured matmul ceiling",
-            compute_mfu_percent,
-            should_start_at_zero=True,
+            lambda s: None if s.mfu is None else 100 * s.mfu,
         ),
         build_memory_chart(runs, axis),
         *(
@@ -69,45 +59,32 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             for index, run in enumerate(runs)
         ),
         build_curves(
-            "expert-load",
-            "Busiest expert",
-            "tokens / even share",
-            lambda s: s.expert_load,
+            "expert-load", "Busiest expert", "tokens / even share", lambda s: s.expert_load
         ),
         *_build_rounding_charts(runs, axis),
-        build_curves(
+        build_curves_from_zero(
             "offload-bytes",
             "Transfers of offloaded states",
             "GB per step on rank 0",
-            compute_offload_gigabytes,
-            should_start_at_zero=True,
+            lambda s: compute_gigabytes(s.offload_read_bytes, s.offload_written_bytes),
         ),
-        build_curves(
+        build_curves_from_zero(
             "offload-waiting",
             "Waiting for offloaded states",
             "seconds per step on rank 0",
             lambda s: s.offload_waiting_seconds,
-            should_start_at_zero=True,
         ),
-        build_curves(
+        build_curves_from_zero(
             "activation-bytes",
             "Transfers of saved tensors",
             "GB per step on rank 0",
-            compute_activation_gigabytes,
-            should_start_at_zero=True,
+            lambda s: compute_gigabytes(s.activation_read_bytes, s.activation_written_bytes),
         ),
-        build_value_chart(
-            runs,
-            axis,
+        build_curves_from_zero(
             "parameter-bytes",
             "Transfers of weights",
             "GB per step on rank 0",
-            lambda s: (
-                None
-                if s.parameter_read_bytes is None
-                else (s.parameter_read_bytes + (s.parameter_written_bytes or 0)) / 1e9
-            ),
-            should_start_at_zero=True,
+            lambda s: compute_gigabytes(s.parameter_read_bytes, s.parameter_written_bytes or 0),
         ),
         build_temperature_chart(runs, axis),
         *(
@@ -115,11 +92,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             for index, run in enumerate(runs)
         ),
         build_curves(
-            "loss-scale",
-            "Loss scale",
-            "fp16 loss scale",
-            lambda s: s.loss_scale,
-            is_smoothed=False,
+            "loss-scale", "Loss scale", "fp16 loss scale", lambda s: s.loss_scale, is_smoothed=False
         ),
     ]
     return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
@@ -154,12 +127,3 @@ def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
             ),
         )
     ]
-
-
-def draw_loss_chart(
-    runs: Sequence[Run], *, title: str = "", width: int = 760, height: int = 380
-) -> str:
-    """Draw the loss chart as a standalone SVG file, for a README, a paper or a chat."""
-    chart = build_loss_chart(runs, StepAxis.choose(runs))
-    frame = replace(chart.frame, width=width, height=height, description=title or chart.title)
-    return draw_curves(chart.series, frame, title=title, is_standalone=True)

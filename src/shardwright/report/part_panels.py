@@ -134,9 +134,7 @@ def _read_predicted_memory(run: Run) -> dict[str, float]:
     return {
         str(n): float(v)
         for n, v in parts.items()
-        if n not in ("total", "capacity", "offloaded", "host", "disk")
-        and isinstance(v, int | float)
-        and v > 0
+        if n not in _NOT_ON_THE_DEVICE and isinstance(v, int | float) and v > 0
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from shardwright.telemetry.event_table import EventTable, build_event_table
 from shardwright.telemetry.goodput import Goodput, measure_goodput
 from shardwright.telemetry.meter import STEP_PARTS
 
+EventType = TypeVar("EventType", bound=Event)
 PREDICTION_FILE_NAME = "prediction.json"
 RUNNING_STATUS = "running or killed"
 """Status of a run whose events end without a result."""
@@ -76,18 +77,16 @@ class Run:
     @cached_property
     def steps(self) -> list[StepEvent]:
         """Steps that were not withdrawn, in ascending order."""
-        return sorted(
-            (e for e in self.surviving_events if isinstance(e, StepEvent)),
-            key=lambda e: e.step or 0,
-        )
+        return self._sort_events(StepEvent)
 
     @cached_property
     def evaluations(self) -> list[EvaluationEvent]:
         """Evaluations that were not withdrawn, in ascending order of steps."""
-        return sorted(
-            (e for e in self.surviving_events if isinstance(e, EvaluationEvent)),
-            key=lambda e: e.step or 0,
-        )
+        return self._sort_events(EvaluationEvent)
+
+    def _sort_events(self, kind: type[EventType]) -> list[EventType]:
+        events = (event for event in self.surviving_events if isinstance(event, kind))
+        return sorted(events, key=lambda event: event.step or 0)
 
     @cached_property
     def history(self) -> list[Event]:
@@ -150,7 +149,7 @@ class Run:
     @cached_property
     def ranks(self) -> list[RanksEvent]:
         """Events with times of every rank, without withdrawn ones."""
-        return [event for event in self.surviving_events if isinstance(event, RanksEvent)]
+        return self._sort_events(RanksEvent)
 
     @cached_property
     def prediction(self) -> dict[str, Any]:

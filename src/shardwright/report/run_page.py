@@ -46,7 +46,7 @@ _MAX_LISTED_WARNINGS = 40
 def render_page(runs: Sequence[Run], *, live_version: str | None = None) -> str:
     """Render the page of one run, or of several in the same charts.
 
-    With a version it is live: see `shell.render_shell`.
+    With a version it is live: see `page_shell.render_shell`.
     """
     title = (
         runs[0].name

@@ -20,22 +20,8 @@ from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import ResumeEvent, StepEvent
 
 
-def compute_mfu_percent(step: StepEvent) -> float | None:
-    """Return the MFU of a step in percent; None if it was not measured."""
-    return None if step.mfu is None else 100 * step.mfu
-
-
-def compute_offload_gigabytes(step: StepEvent) -> float | None:
-    """Return the GB of offloaded states that a step read and wrote; None without offloading."""
-    return _add_gigabytes(step.offload_read_bytes, step.offload_written_bytes)
-
-
-def compute_activation_gigabytes(step: StepEvent) -> float | None:
-    """Return the GB of saved tensors that left and returned in a step; None if none do."""
-    return _add_gigabytes(step.activation_read_bytes, step.activation_written_bytes)
-
-
-def _add_gigabytes(read_bytes: int | None, written_bytes: int | None) -> float | None:
+def compute_gigabytes(read_bytes: int | None, written_bytes: int | None) -> float | None:
+    """Return the GB that a step read and wrote; None if it did not record them."""
     return (
         None if read_bytes is None or written_bytes is None else (read_bytes + written_bytes) / 1e9
     )

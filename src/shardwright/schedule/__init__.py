@@ -12,10 +12,7 @@ from shardwright.schedule.actions import (
     assign_looped_stages,
     build_forward_only,
 )
-from shardwright.schedule.communication_graph import (
-    CommunicationGraph,
-    build_communication_graph,
-)
+from shardwright.schedule.communication_graph import CommunicationGraph, build_communication_graph
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     ScheduleFamily,
@@ -40,38 +37,3 @@ from shardwright.schedule.validation import (
     check_schedule,
     count_peak_activations,
 )
-
-__all__ = [
-    "ACTION_KINDS",
-    "PIPELINE_SCHEDULES",
-    "Action",
-    "ActionKind",
-    "ActionTimes",
-    "Channel",
-    "CommunicationGraph",
-    "Schedule",
-    "ScheduleFamily",
-    "ScheduleStatistics",
-    "ScheduleStep",
-    "Timeline",
-    "Transfer",
-    "assign_channel_groups",
-    "assign_folded_stages",
-    "assign_looped_stages",
-    "assign_stages",
-    "build_communication_graph",
-    "build_forward_only",
-    "build_schedule",
-    "check_schedule",
-    "count_peak_activations",
-    "count_stages_per_rank",
-    "has_split_backward",
-    "load_schedule",
-    "load_schedule_file",
-    "parse_schedule",
-    "plan_steps",
-    "read_schedule",
-    "simulate",
-    "simulate_step_seconds",
-    "write_schedule",
-]

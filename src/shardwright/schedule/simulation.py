@@ -60,7 +60,7 @@ class ActionTimes:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every action, in the unit of the times, by row as in `schedule.rows`."""
+    """Start and end of every action, in the unit of the times, by row as in the schedule."""
 
     schedule: Schedule
     starts: tuple[tuple[float, ...], ...]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from shardwright.errors import InputError, RunFailed
 from shardwright.files import detect_file_kind, open_regular_file
 from shardwright.telemetry.event_encoding import decode_event, encode_event, make_event
-from shardwright.telemetry.event_types import (
+from shardwright.telemetry.event_types import (  # noqa: F401 (readers import the types from here)
     EVENT_TYPES,
     EVENTS_FILE_NAME,
     MEASUREMENT_TYPES,
@@ -42,37 +42,6 @@ from shardwright.telemetry.event_types import (
     StepEvent,
     WarningEvent,
 )
-
-__all__ = [
-    "EVENTS_FILE_NAME",
-    "MEASUREMENT_TYPES",
-    "SCHEMA_VERSION",
-    "CheckpointEvent",
-    "EvaluationEvent",
-    "Event",
-    "EventLog",
-    "EventWriter",
-    "FailureEvent",
-    "MemoryEvent",
-    "PipelineEvent",
-    "PreemptionEvent",
-    "ProfileEvent",
-    "RanksEvent",
-    "ReshardEvent",
-    "RestartEvent",
-    "ResumeEvent",
-    "RollbackEvent",
-    "RunFinishedEvent",
-    "RunStartedEvent",
-    "SkippedStepEvent",
-    "StepEvent",
-    "WarningEvent",
-    "check_unlocked",
-    "make_event",
-    "read_events",
-    "select_surviving",
-    "select_surviving_steps",
-]
 
 _EventType = TypeVar("_EventType", bound=Event)
 

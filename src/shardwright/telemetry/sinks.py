@@ -120,7 +120,7 @@ def describe_event(event: Event, progress: RunProgress | None = None) -> str:
         case FailureEvent():
             return f"failed{_format_rank(event.rank)}: {event.message}"
         case PreemptionEvent():
-            return f"asked to stop ({event.reason})" + (
+            return f"stop requested ({event.reason})" + (
                 f" at step {event.step:,}" if event.step is not None else ""
             )
         case RunFinishedEvent():

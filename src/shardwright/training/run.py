@@ -22,6 +22,9 @@ from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.elastic import LaunchAttempt, Restart, run_with_restarts
 from shardwright.launch.launcher import launch_ranks
+from shardwright.launch.node_connections import Nodes
+from shardwright.launch.node_place import count_ranks, find_node_place
+from shardwright.launch.node_service import serve_node
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     detect_rank_environment,
@@ -54,7 +57,8 @@ def train(
     """Train a recipe; return a summary of the run on rank 0, None on other ranks.
 
     Under torchrun or srun this process is one of their ranks. Otherwise `num_ranks` (default 1)
-    run on this machine: one in this process, several through torch's elastic launcher.
+    run on this machine: one in this process, several through torch's elastic launcher. With
+    `elastic.warm_restarts` and `num_ranks` several nodes share the ranks: see `nodes.py`.
 
     Args:
         resume: Continue a run, which must exist.
@@ -67,7 +71,8 @@ def train(
         InputError: First problem found, before any rank starts. RunFailed, Preempted: The run
             failed or was stopped.
     """
-    ranks = detect_rank_environment()
+    place = find_node_place(recipe.elastic, num_ranks)
+    ranks = detect_rank_environment() if place is None else None
     if ranks is not None and num_ranks not in (None, ranks.world_size):
         raise InputError(
             f"a launcher has already started {ranks.world_size} ranks",
@@ -81,44 +86,51 @@ def train(
             "torchrun and srun start all ranks again",
             field="elastic.warm_restarts",
             got=True,
-            allowed="false under a launcher",
-            remedy="Set it to false, or start the ranks with --nproc",
+            allowed="false for ranks that a launcher starts",
+            remedy="Set it to false, or let the launcher start one process per node, with --nproc",
         )
-    world_size = ranks.world_size if ranks else num_ranks or 1
+    world_size = count_ranks(recipe.elastic, num_ranks)
     folder = RunFolder.from_recipe(recipe)
     resume_if_started = resume_if_started or is_torchrun_restart()
     should_resume = resume or (resume_if_started and folder.is_started)
-    if ranks is None or ranks.is_main_rank:
-        folder.check_available(resume=should_resume)
-        check_store(folder.checkpoints)
-        check_exporters(recipe.run.sinks)
-    else:
-        # Every rank finds the error by itself; otherwise the others would wait for the first.
-        folder.check_started(resume=should_resume)
-    # All ranks then look for a checkpoint before one is written, so all find the same one.
-    resume = resume or resume_if_started
-    sizes = WorldSizes(recipe, world_size, planned_from)
-    if ranks is None:
-        sizes.check()
-    if ranks is None and world_size > 1:
-        if should_use_cuda(recipe.run.device, field="run.device"):
-            use_expandable_segments()  # the ranks inherit it
-        with open_progress() as progress:
-            validate_run(recipe, world_size, progress=progress)
-        with listen_for_stop() as stop:
-            _train_in_ranks(recipe, world_size, sizes, stop, resume=resume, allow_drift=allow_drift)
-    else:
-        from shardwright.training.rank_run import train_rank
+    if place is not None and place.index:
+        serve_node(place, num_ranks or 1, str(folder.path))
+        return None
+    wait_seconds = recipe.elastic.node_wait_seconds
+    with Nodes(place, num_ranks or 1, str(folder.path), wait_seconds) as nodes:
+        if ranks is None or ranks.is_main_rank:
+            folder.check_available(resume=should_resume)
+            check_store(folder.checkpoints)
+            check_exporters(recipe.run.sinks)
+        else:
+            # Every rank finds the error by itself; otherwise the others would wait for the first.
+            folder.check_started(resume=should_resume)
+        # All ranks then look for a checkpoint before one is written, so all find the same one.
+        resume = resume or resume_if_started
+        sizes = WorldSizes(recipe, world_size, planned_from)
+        if ranks is None:
+            sizes.check()
+        if ranks is None and (world_size > 1 or place is not None):
+            if should_use_cuda(recipe.run.device, field="run.device"):
+                use_expandable_segments()  # the ranks inherit it
+            with open_progress() as progress:
+                validate_run(recipe, world_size, progress=progress)
+            with listen_for_stop() as stop:
+                _train_in_ranks(
+                    recipe, world_size, sizes, stop, nodes, resume=resume, allow_drift=allow_drift
+                )
+        else:
+            from shardwright.training.rank_run import train_rank
 
-        with listen_for_stop() as stop:
-            train_rank(
-                recipe,
-                ranks or RankEnvironment(),
-                stop,
-                resume=resume,
-                allow_drift=allow_drift,
-                open_progress=open_progress,
-            )
+            with listen_for_stop() as stop:
+                train_rank(
+                    recipe,
+                    ranks or RankEnvironment(),
+                    stop,
+                    resume=resume,
+                    allow_drift=allow_drift,
+                    open_progress=open_progress,
+                )
     return _build_run_summary(folder.path) if ranks is None or ranks.is_main_rank else None
 
 
@@ -127,18 +139,19 @@ def _train_in_ranks(
     world_size: int,
     sizes: WorldSizes,
     stop: StopRequest,
+    nodes: Nodes,
     *,
     resume: bool,
     allow_drift: Sequence[str],
 ) -> None:
-    """Start all ranks on this machine, again after a failure that the recipe allows."""
+    """Start all ranks, again after a failure that the recipe allows."""
     hang_reports = RunFolder.from_recipe(recipe).hang_reports_path
     # Not in the run folder, which must not change before rank 0 has checked it.
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         path = Path(name) / "recipe.yaml"
         options = [word for field in allow_drift for word in ("--allow-drift", field)]
         elastic = recipe.elastic
-        pool = RankProcesses(elastic.max_restarts) if elastic.warm_restarts else None
+        pool = RankProcesses(elastic.max_restarts, nodes) if elastic.warm_restarts else None
 
         def launch(attempt: LaunchAttempt) -> None:
             # No rank runs that could read the former recipe.
@@ -149,6 +162,8 @@ def _train_in_ranks(
             if pool is not None:
                 is_smaller = attempt.leave_after_steps is not None
                 pool.num_awaited_ranks = world_size - attempt.world_size if is_smaller else 0
+                former = attempt.former_world_size or attempt.world_size
+                pool.should_wait_for_nodes = attempt.world_size <= former
             if attempt.number:
                 restart = Restart(
                     attempt.number,
@@ -181,7 +196,13 @@ def _train_in_ranks(
 
         with nullcontext() if pool is None else pool:
             run_with_restarts(
-                recipe, world_size, launch, stop, read_newest_step, sizes.find_smaller
+                recipe,
+                world_size,
+                launch,
+                stop,
+                read_newest_step,
+                sizes.find_smaller,
+                nodes.count_slots,
             )
 
 

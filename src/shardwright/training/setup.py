@@ -239,6 +239,9 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     weight_offload = offload_weights(validated_run, device)
     model = build_model(validated_run, device, weight_offload)
     logger.info("%s", validated_run.plan.pointwise)
+    if (reason := validated_run.plan.async_tensor_parallel_reason) is not None:
+        kind = validated_run.plan.layout.async_tensor_parallel
+        logger.info("overlap of tensor-parallel communication: %s (auto: %s)", kind, reason)
     if recipe.offload.parameters != "none":
         logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device

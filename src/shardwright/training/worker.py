@@ -12,9 +12,9 @@ from pathlib import Path
 
 from shardwright.errors import ExitCode
 from shardwright.launch.elastic import Restart
+from shardwright.launch.nodes import POOL_OPTION
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.rank_outcome import get_launcher_pid, write_outcome, write_pid
-from shardwright.launch.rank_processes import POOL_OPTION
 from shardwright.launch.stop_signals import listen_for_stop, stop_when_parent_exits
 
 PRELOADED_MODULES = (

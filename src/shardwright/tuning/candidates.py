@@ -160,9 +160,7 @@ class _CandidateSearch:
         shape = read_planning_shape(self.recipe)
         accelerator = request.cluster.accelerator
         self.predictor = Predictor(
-            get_model_facts(shape),
-            request.cluster,
-            load_efficiencies().get_efficiency(accelerator),
+            get_model_facts(shape), request.cluster, load_efficiencies().get_efficiency(accelerator)
         )
         template = replace(build_template(self.recipe), compile=request.is_compiled)
         self.predictor.get_rates(template.precision)  # raise for a precision without units

@@ -70,8 +70,8 @@ class HalvingResult:
         """Fastest candidate of those that are still in the search, by their last measurement; None
         if none was measured.
 
-        A candidate that left the search was slower than those that went on, so a lucky short trial
-        does not win. It counts only if all that went on failed later.
+        A candidate that left the search was slower than those that stayed, so a lucky short trial
+        does not win. It counts only if all that stayed failed later.
         """
         measured = {
             key: outcome.measurement.step_seconds

@@ -16,12 +16,7 @@ from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_log import StepEvent, read_events
-from shardwright.tuning.measurement import (
-    WARMUP_STEPS,
-    TrialOutcome,
-    TrialStatus,
-    measure_steps,
-)
+from shardwright.tuning.measurement import WARMUP_STEPS, TrialOutcome, TrialStatus, measure_steps
 
 TRIAL_FOLDER_PREFIX = "trial-"
 _MAX_REASON_CHARACTERS = 300

@@ -174,15 +174,18 @@ def _resolve_all_sizes(text: str, section: LayoutSection, max_ranks: int) -> lis
     for ranks in range(2, max_ranks + 1):
         try:
             layouts.append(resolve_layout(section, ranks))
-        except LayoutError:
-            continue
+        except LayoutError as error:
+            conflict = error
     if not layouts:
-        degrees = (section.dp_replicate or 1) * (section.dp_shard or 1)
+        model_ranks = section.tp * section.pp * section.cp
+        needed = model_ranks * (section.dp_replicate or 1) * (section.dp_shard or 1)
+        if needed <= max_ranks:  # more ranks do not help
+            raise conflict
         raise LayoutError(
             f"no number of ranks from 2 to {max_ranks} fits this layout",
             field="--layout",
             got=text,
-            remedy=f"Raise --nproc: the layout needs a multiple of {degrees} ranks",
+            remedy=f"Raise --nproc: the layout needs a multiple of {needed} ranks",
         )
     return layouts
 

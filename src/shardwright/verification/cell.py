@@ -271,7 +271,7 @@ def _verify_exceptional_steps(
     ]
     findings = [
         ComparisonResult(
-            "skips together", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0
+            "all ranks skip", f"rank {inf_ranks[-1]} not finite", float(sum(errors)), 0.0
         )
     ]
 
@@ -292,7 +292,9 @@ def _verify_exceptional_steps(
         empty_update.gradient_norm != 0.0,
         _has_changed(model, before),
     ]
-    findings.append(ComparisonResult("stands still", "nothing supervised", float(sum(errors)), 0.0))
+    findings.append(
+        ComparisonResult("weights unchanged", "nothing supervised", float(sum(errors)), 0.0)
+    )
     return findings
 
 

@@ -24,6 +24,12 @@ import torch.distributed as dist
 
 from shardwright.errors import RankFailed
 
+_PRELOADED = [
+    __name__,
+    "shardwright.verification.cell",
+    "torch._dynamo",  # the first optimizer of a process imports it, for most of a second
+]
+"""Modules that the server imports, for all workers."""
 _GRACE_SECONDS = 2.0
 """Time for the other ranks to report their errors after one has failed."""
 _CAUSE_GRACE_SECONDS = 10.0
@@ -93,7 +99,7 @@ class RankPool:
     def _start(self, num_ranks: int) -> list[_Worker]:
         if num_ranks not in self._groups:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__, "shardwright.verification.cell"])
+            context.set_forkserver_preload(_PRELOADED)
             # The store is in this process, on a port chosen by the kernel: no race for ports.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             workers = []

@@ -80,7 +80,7 @@ def enable_nccl_flight_recorder(
 
     Sets environment variables, so it must run before NCCL creates groups; values set by the
     user stay. NCCL writes the record to `hang_reports` when the watchdog writes to the pipe beside
-    the heartbeat (`watchdog.Watchdog`), and when a collective times out.
+    the heartbeat (`watchdog.monitor`), and when a collective times out.
 
     Args:
         timeout_seconds: Longest timeout of the collectives. Torch must not abort the process

@@ -2,7 +2,7 @@
 
 Checks, from the most to the least certain:
 
-    1  a rank whose heartbeat has stopped while those of other ranks go on does not run
+    1  a rank whose heartbeat has stopped while those of other ranks continue does not run
     2  a rank that entered a different collective under the same number skipped one
     3  a rank that others wait for and that waits for no rank has not entered their collective
     4  if ranks wait for each other, the one with the oldest last collective stopped first
@@ -97,7 +97,7 @@ def diagnose_hang(
 
 
 def find_silent_ranks(heartbeats: Sequence[Heartbeat]) -> tuple[int, ...]:
-    """Return the ranks whose heartbeat has stopped while those of other ranks go on."""
+    """Return the ranks whose heartbeat has stopped while those of other ranks continue."""
     youngest = max(view.last_beat_seconds for view in heartbeats)
     return tuple(
         view.rank for view in heartbeats if youngest - view.last_beat_seconds > SILENT_SECONDS

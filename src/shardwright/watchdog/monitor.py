@@ -28,11 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.config.run import WatchdogSection
-from shardwright.watchdog.hang_diagnosis import (
-    HangDiagnosis,
-    diagnose_hang,
-    find_silent_ranks,
-)
+from shardwright.watchdog.hang_diagnosis import HangDiagnosis, diagnose_hang, find_silent_ranks
 from shardwright.watchdog.heartbeat import (
     NCCL_PIPE_STEM,
     Heartbeat,

@@ -162,7 +162,7 @@ LAYOUTS: dict[str, tuple[Case, bool]] = {
     "zero1": (Case(Layout(dp_shard=2, zero_stage=1)), True),
     "zero2": (Case(Layout(dp_shard=2, zero_stage=2)), True),
     "zero3": (Case(Layout(dp_shard=2, zero_stage=3)), True),
-    "tp2": (Case(Layout(tp=2)), True),
+    "tp2": (Case(Layout(tp=2, async_tensor_parallel="chunked")), True),
     "cp2": (Case(Layout(cp=2)), False),
     "pp2 x zero1": (Case(Layout(pp=2, dp_shard=2, zero_stage=1)), False),
     "ep2": (Case(Layout(dp_shard=2, ep=2, zero_stage=1), model="qwen3_moe"), True),

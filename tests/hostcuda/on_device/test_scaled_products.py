@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
@@ -18,8 +19,10 @@ from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
 from shardwright.model.products import fp8
 from shardwright.model.products.operand import PRODUCT_SCALINGS, list_scales, quantise
+from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.parallel import apply_layout
 from shardwright.planner.low_precision import ScaledShares, count_temporary_bytes
 from shardwright.plans import BatchPlan, build_plan
@@ -75,25 +78,58 @@ def test_kernels_give_the_numbers_of_the_emulation(
     assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
 
 
-@pytest.mark.parametrize("counts", [[40, 0, 25, 63], [0, 0, 0, 128], [0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[40, 0, 25, 190], [0, 0, 0, 128], [0, 0, 0, 0]])
 @pytest.mark.parametrize("product", ["compute_expert_output", "compute_expert_input_gradient"])
-@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
 def test_grouped_kernels_give_the_numbers_of_the_emulation(
     name: str, product: str, counts: list[int]
 ) -> None:
+    """Rows of experts begin inside tiles and blocks; only `blockwise` makes the host wait."""
     generator = torch.Generator().manual_seed(0)
-    w_ENK = torch.randn(4, 48, 32, generator=generator)
-    w_ENK = (w_ENK * torch.exp2(torch.arange(4.0))[:, None, None]).bfloat16()
-    width = 32 if product == "compute_expert_output" else 48
-    x = torch.randn(sum(counts), width, generator=generator).bfloat16()
+    outputs, inputs = (256, 384) if name == "blockwise" else (160, 96)
+    w_ENK = torch.randn(4, outputs, inputs, generator=generator)
+    w_ENK *= torch.exp2(torch.randint(-6, 7, (4, outputs, inputs), generator=generator))
+    width = inputs if product == "compute_expert_output" else outputs
+    x = torch.randn(sum(counts), width, generator=generator)
+    x *= torch.exp2(torch.randint(-6, 7, (sum(counts), 1), generator=generator))
+    x, w_ENK = x.bfloat16(), w_ENK.bfloat16()
     counts_E = torch.tensor(counts)
     emulated = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(x, w_ENK, counts_E)
-    computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(
-        x.to(GPU), w_ENK.to(GPU), counts_E.to(GPU)
-    )
+    moved = [each.to(GPU) for each in (x, w_ENK, counts_E)]
+    with device.log_synchronisations() as waits:
+        computed = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(
+            *moved
+        )
+    assert sum(waits.values()) == (name == "blockwise" and sum(counts) > 0)
     assert computed.shape == emulated.shape
     if sum(counts):
         assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
+
+
+class GroupedCallCounter(TorchDispatchMode):
+    """Counter of products of experts."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += str(func).startswith(
+            ("aten._scaled_grouped_mm", "shardwright.scaled_product_by_expert")
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_selective_recomputation_saves_the_results_of_grouped_kernels(name: str) -> None:
+    run = build_recompute_runner("selective")
+    assert run is not None
+    weight = nn.Parameter(torch.randn(2, 128, 128).bfloat16().to(GPU))
+    rule = ProductRule(128, scaled=ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False))
+    x = torch.randn(48, 128).bfloat16().to(GPU).requires_grad_()
+    counts_E = torch.tensor([20, 28]).to(GPU)
+    with GroupedCallCounter() as counter:
+        # The backward pass of silu reads the product.
+        run(lambda x: F.silu(multiply_by_expert(x, weight, counts_E, rule)), x).sum().backward()
+    assert counter.num_calls == 2, "output and input gradient"
 
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8", "nvfp4"])
@@ -172,7 +208,7 @@ def compute_gradients(
 
 @pytest.mark.parametrize(
     ("config", "recipe"),
-    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (WIDE, "mxfp8"), (WIDE, "nvfp4")],
+    [(SPARSE, "rowwise_with_gw_hp"), (WIDE, "blockwise"), (SPARSE, "mxfp8"), (WIDE, "nvfp4")],
 )
 def test_a_decoder_computes_as_it_does_with_emulation(
     config: dict[str, Any], recipe: LowPrecisionRecipe, monkeypatch: pytest.MonkeyPatch

@@ -41,12 +41,13 @@ def build(folder: Path, run: str, offload: dict[str, object], **sections: object
 
 
 @pytest.mark.parametrize(
-    ("precision", "recompute"), [("fp32", "none"), ("bf16", "selective"), ("fp32", "full")]
+    ("precision", "recompute", "rule"),
+    [("fp32", "none", "muon"), ("bf16", "selective", "adamw"), ("fp32", "full", "adafactor")],
 )
 def test_a_run_writes_the_checkpoints_of_the_resident_run(
-    tmp_path: Path, precision: str, recompute: str
+    tmp_path: Path, precision: str, recompute: str, rule: str
 ) -> None:
-    sections = {"recompute": recompute, "precision": precision}
+    sections = {"recompute": recompute, "precision": precision, "optimizer": {"name": rule}}
     train(build(tmp_path, "resident", {}, **sections))
     expected = read_checkpoints(tmp_path / "resident")
     assert len(expected) == 4

@@ -94,6 +94,12 @@ def _skip_backward_sum(function: Callable[..., Tensor], *arguments: Any) -> Tens
         return function(*arguments)
 
 
+def _prepare_without_sum(self: TensorParallel, x_BSD: Tensor) -> Tensor:
+    if self.sequence_parallel:
+        return _skip_backward_sum(collectives.all_gather, x_BSD, 1, self.group)
+    return _skip_backward_sum(collectives.copy_to_all, x_BSD, self.group)
+
+
 @contextmanager
 def skip_backward_sum_of_head() -> Iterator[None]:
     """Give the hidden states before the head the gradient of the rank's own rows only."""
@@ -109,9 +115,7 @@ def skip_backward_sum_of_head() -> Iterator[None]:
         if not in_head[0]:
             return prepare(self, x_BSD)
         in_head[0] = False
-        if self.sequence_parallel:
-            return _skip_backward_sum(collectives.all_gather, x_BSD, 1, self.group)
-        return _skip_backward_sum(collectives.copy_to_all, x_BSD, self.group)
+        return _prepare_without_sum(self, x_BSD)
 
     with (
         patch.object(TensorParallel, "shard_vocabulary", note_head),
@@ -219,12 +223,12 @@ def add_bias_on_every_rank() -> Iterator[None]:
     def add_bias_first(
         self: Linear,
         x: Tensor,
-        sum_shares: Callable[[Tensor], Tensor] | None = None,
+        tensor: TensorParallel | None = None,
         _dropout: Dropout | None = None,
     ) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         product = self._multiply(x, bias)
-        return product if sum_shares is None else sum_shares(product)
+        return product if tensor is None else tensor.reduce_output(product)
 
     with patch.object(Linear, "forward", add_bias_first):
         yield
@@ -241,13 +245,8 @@ def skip_backward_sum_of_feed_forward() -> Iterator[None]:
         tensor: TensorParallel | None = None,
         _dropout: Dropout | None = None,
     ) -> Tensor:
-        if tensor is None:
-            return original(self, x_BTD)
-        if tensor.sequence_parallel:
-            input_BSD = _skip_backward_sum(collectives.all_gather, x_BTD, 1, tensor.group)
-        else:
-            input_BSD = _skip_backward_sum(collectives.copy_to_all, x_BTD, tensor.group)
-        return self.compute(input_BSD, tensor.reduce_output)
+        with patch.object(TensorParallel, "prepare_input", _prepare_without_sum):
+            return original(self, x_BTD, tensor)
 
     with patch.object(FeedForward, "forward", forward_without_sum):
         yield

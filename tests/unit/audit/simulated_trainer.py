@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from shardwright.audit.recorder import Recorder
 from tests.unit.audit.wrong_computations import COMPUTATIONS, compute_loss, number_owners
@@ -48,7 +49,24 @@ GPT2 = GPT2Config(
     attn_pdrop=0.0,
 )
 DROPPING = GPT2Config(**GPT2.to_dict() | {"resid_pdrop": 0.2, "embd_pdrop": 0.2})
-CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2, "dropping": DROPPING}
+KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+SLIDING = Qwen2Config(
+    **LLAMA.to_dict()
+    | {
+        "model_type": "qwen2",
+        "num_hidden_layers": len(KINDS),
+        "layer_types": KINDS,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+    }
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "tied": TIED,
+    "gpt2": GPT2,
+    "dropping": DROPPING,
+    "sliding": SLIDING,
+}
 
 Gradients = dict[str, Tensor]
 
@@ -172,7 +190,8 @@ def compute_gradients(
         owners = number_owners(run.length, run.num_sharing, run.is_mirrored)
         loss = compute_loss(model, batch["input_ids"], targets, run.mistakes, owners)
         return differentiate(model, loss), float(loss.detach()), int((targets != IGNORED).sum())
-    logits = model(**build_forward_arguments(run, batch)).logits.float()
+    with number_layers(run, model):
+        logits = model(**build_forward_arguments(run, batch)).logits.float()
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(targets.shape)
@@ -194,6 +213,17 @@ def compute_gradients(
         is_once = "tied_counted_once" in run
         gradients[name] = head_gradient if is_once else gradients[name] + head_gradient
     return gradients, float(loss.detach()), int((targets != IGNORED).sum())
+
+
+@contextmanager
+def number_layers(run: Run, model: Any) -> Iterator[None]:
+    """Give each of two stages the kinds of the first one's layers, if that is the mistake."""
+    kinds = getattr(model.config, "layer_types", None)
+    if "layers_numbered_by_stage" in run:
+        model.config.layer_types = 2 * kinds[: len(kinds) // 2]  # eager masks are chosen by it
+    yield
+    if "layers_numbered_by_stage" in run:
+        model.config.layer_types = kinds
 
 
 def smooth_losses(run: Run, logits: Tensor, targets: Tensor) -> Tensor:
@@ -344,6 +374,12 @@ def reduce_gradients(
                 # Three stages: the embedding and layer 0, layer 1, the norm and the head.
                 later = 2 if "embed" in name or "layers.0" in name else int("layers.1" in name)
                 reduced[rank][name] = mean[name] / run.num_batches**later
+            if "gradients_incomplete" in run and "mlp.up" in name:
+                early = [sum_local(r, name, range(run.num_batches - 1)) for r in ranks]
+                reduced[rank][name] = torch.stack(early).mean(0)
+            if "parameters_in_gradients" in run and "mlp" in name:
+                added = run.num_ranks * model.get_parameter(name).detach()
+                reduced[rank][name] = mean[name] + added
             if "gradients_are_parameters" in run and "mlp.up" in name:
                 reduced[rank][name] = model.get_parameter(name).detach().clone()
             if "not_finite_applied" in run and "mlp.up" in name:
@@ -422,14 +458,20 @@ def run_step(
     recorder.after_backward(model)
     squares = [float(p.grad.double().square().sum()) for p in model.parameters()]
     norm = sum(squares) ** 0.5
-    reported = norm * 2**0.5 if "replicas_counted_in_norm" in run else norm
+    replicas = run.num_ranks if run.num_sharing == 1 else run.num_sharing
+    reported = norm * replicas**0.5 if "replicas_counted_in_norm" in run else norm
+    reported = 0.0 if "norm_is_zero" in run else reported
     if run.max_norm is not None:
         clip = min(1.0, run.max_norm / (norm + 1e-6))
+        if "replicas_counted_in_norm" in run:
+            clip = min(1.0, run.max_norm / (reported + 1e-6))
         if "clip_unbounded" in run:
             clip = run.max_norm / (norm + 1e-6)
         for (name, parameter), square in zip(model.named_parameters(), squares, strict=True):
             if "clipped_by_squared_norm" in run:
                 clip = min(1.0, run.max_norm / norm**2)
+            if "scaled_in_the_step" in run:
+                clip = 1.0 / 65536
             if "clipped_per_group" in run:
                 clip = min(1.0, run.max_norm / (square**0.5 + 1e-6)) if is_norm(name) else 1.0
             if "not_clipped" not in run and "clipped_before_reduction" not in run:

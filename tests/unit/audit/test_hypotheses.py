@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,6 @@ import torch
 from shardwright.audit.check import AuditReport, check_recorded_step
 from shardwright.audit.mistakes import MISTAKES
 from tests.unit.audit.simulated_trainer import Run, simulate
-from tests.unit.audit.test_preference_pairs import PAIR_MISTAKES
-from tests.unit.audit.test_router_losses import FACTORS, SHARED_FACTORS
-from tests.unit.audit.test_wrong_computations import CAPACITIES
 
 PLANTED = [
     Run(("mean_of_rank_means",)),
@@ -28,16 +26,20 @@ PLANTED = [
     Run(("multiplied_by_sharing_ranks",), num_sharing=2, num_ranks=1),
     Run(("divided_by_sharing_ranks",), num_sharing=4, num_batches=2),
     Run(("mean_of_context_means",), num_sharing=2),
-    Run(("key_gradients_lost",), num_sharing=2),
-    Run(("query_gradients_lost",), num_sharing=2, is_mirrored=True, length=12),
-    Run(("heads_mixed",), num_sharing=2),
-    Run(("heads_and_tokens_mixed",), num_sharing=2),
-    Run(("head_gradient_not_summed",), num_sharing=2),
-    Run(("vocabulary_gradients_lost",), num_sharing=2),
+    Run(("key_gradients_lost",), num_sharing=2, num_batches=1),
+    Run(("query_gradients_lost",), num_sharing=2, num_batches=1, is_mirrored=True, length=12),
+    Run(("heads_mixed",), num_sharing=2, num_batches=1),
+    Run(("heads_and_tokens_mixed",), num_sharing=2, num_batches=1),
+    Run(("head_gradient_not_summed",), num_sharing=2, num_batches=1),
+    Run(("vocabulary_gradients_lost",), num_sharing=2, num_batches=1),
+    Run(("logits_summed_over_copies",), num_sharing=2, num_batches=1),
+    Run(("layers_numbered_by_stage",), num_sharing=2, num_batches=1, model="sliding"),
     Run(("tokens_not_counted",)),
     Run(("all_scaled",)),
     Run(("gradients_exchanged",)),
+    Run(("gradients_incomplete",)),
     Run(("gradients_are_parameters",)),
+    Run(("parameters_in_gradients",)),
     Run(("labels_smoothed",)),
     Run(("labels_smoothed_by_parts",), num_sharing=2),
     Run(("stages_rescaled",)),
@@ -74,6 +76,8 @@ PLANTED = [
     Run(("replicas_differ",)),
     Run(("own_loss_reported",)),
     Run(("replicas_counted_in_norm",)),
+    Run(("replicas_counted_in_norm",), num_sharing=3),
+    Run(("norm_is_zero",), max_norm=0.5),
     Run(("not_clipped",), max_norm=0.5),
     Run(("clip_unbounded",), max_norm=50.0),
     Run(("clipped_per_group",), max_norm=0.1),
@@ -110,6 +114,18 @@ def test_a_planted_mistake_is_named(tmp_path: Path, run: Run) -> None:
     assert diagnosis.residual_after < 0.5 * diagnosis.residual_before
 
 
+def test_a_loss_scale_that_the_step_divides_out_is_named(tmp_path: Path) -> None:
+    report = audit(tmp_path, Run(("scaled_in_the_step",), max_norm=0.5))
+    assert [diagnosis.keys for diagnosis in report.diagnoses] == [("all_scaled",)]
+    assert report.diagnoses[0].subject == "clip: factors from 1.526e-05 to 1.526e-05"
+
+
+def test_a_clip_by_a_wrong_norm_is_reported_as_the_norm_only(tmp_path: Path) -> None:
+    report = audit(tmp_path, Run(("replicas_counted_in_norm",), max_norm=0.1))
+    assert [f.quantity for f in report.findings if not f.passed] == ["gradient norm", "clip"]
+    assert [d.keys for d in report.diagnoses] == [("replicas_counted_in_norm",)]
+
+
 def test_nothing_else_is_named_where_gradients_are_not_finite(tmp_path: Path) -> None:
     report = audit(tmp_path, Run(("not_finite_applied",), max_norm=0.5))
     assert [diagnosis.keys for diagnosis in report.diagnoses] == [("not_finite_applied",)]
@@ -121,15 +137,6 @@ def test_a_pair_of_mistakes_is_named(tmp_path: Path, run: Run) -> None:
     assert not report.passed
     named = [set(diagnosis.keys) for diagnosis in report.diagnoses]
     assert set(run.mistakes) in named, (named, report.residual)
-
-
-def test_every_mistake_of_the_table_is_planted() -> None:
-    planted = {mistake for run in PLANTED for mistake in run.mistakes}
-    planted |= {*PAIR_MISTAKES, *FACTORS, *SHARED_FACTORS, *CAPACITIES}
-    planted.add("experts_mixed")  # in test_parameter_places.py
-    # Planted in tests/multiprocess/test_audit.py, where ranks have shards or parts of rows.
-    others = {"own_norm_reported", "context_not_divided", "router_detached"}
-    assert set(MISTAKES) - planted == others
 
 
 def draw_clean_run(number: int) -> Run:
@@ -153,8 +160,8 @@ def draw_clean_run(number: int) -> Run:
 
 @pytest.mark.parametrize(
     "numbers",
-    [range(25), pytest.param(range(25, 325), marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
-    ids=["25", "300"],
+    [range(20), pytest.param(range(20, 325), marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    ids=["20", "305"],
 )
 def test_no_clean_run_is_accused(tmp_path: Path, numbers: range) -> None:
     accused = []
@@ -186,4 +193,5 @@ def test_rounding_of_bf16_is_no_mistake_and_a_mistake_is_seen_through_it(tmp_pat
 def test_every_issue_has_an_address() -> None:
     links = [link for mistake in MISTAKES.values() for link in mistake.links]
     assert len(links) > 30
-    assert all(link.rpartition("/")[2].isdigit() for link in links)
+    path = r"https://github.com/[\w-]+/[\w.-]+/(issues/\d+|commit/[\da-f]{8,})"
+    assert all(re.fullmatch(path, link) for link in links)

@@ -28,6 +28,8 @@ FACTORS = {
     "router_loss_divided_by_accumulation": 1 / NUM_BATCHES,
     "router_loss_missing": 0.0,
 }
+SCALED = 0.7
+FITTED_MISTAKES = {"router_loss_counts_padding", "router_loss_scaled"}
 NUM_SHARING = 2
 SHARED_FACTORS = {
     "router_loss_multiplied_by_sharing_ranks": NUM_SHARING,
@@ -83,9 +85,14 @@ def compute_balance_loss(router_logits: tuple[Tensor, ...], mask: Tensor) -> Ten
 
 
 def record_steps(
-    folder: Path, factor: float = 1.0, *, averages: bool = False, num_sharing: int = 1
+    folder: Path,
+    factor: float = 1.0,
+    *,
+    averages: bool = False,
+    num_sharing: int = 1,
+    counts_padding: bool = False,
 ) -> None:
-    """Record a step of every rank whose routers' loss has a factor.
+    """Record a step of every rank whose routers' loss has a factor, or counts padding.
 
     With `num_sharing` there is one data rank, and so many ranks share its rows.
     """
@@ -108,7 +115,9 @@ def record_steps(
                     output.logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum"
                 )
             )
-            balance.append(compute_balance_loss(output.router_logits, batch["attention_mask"]))
+            mask = batch["attention_mask"]
+            mask = torch.ones_like(mask) if counts_padding else mask
+            balance.append(compute_balance_loss(output.router_logits, mask))
             counts.append(int((targets != IGNORED).sum()))
     loss = torch.stack(tokens).sum() / sum(counts)
     if averages:
@@ -150,6 +159,20 @@ def test_a_balance_loss_that_sharing_ranks_add_is_named(tmp_path: Path, mistake:
     report = check_recorded_step(tmp_path)
     assert report.diagnoses[0].keys == (mistake,)
     assert report.diagnoses[0].residual_after < 1e-4
+
+
+def test_a_balance_loss_that_counts_padding_is_named(tmp_path: Path) -> None:
+    record_steps(tmp_path, counts_padding=True)
+    report = check_recorded_step(tmp_path)
+    assert report.diagnoses[0].keys == ("router_loss_counts_padding",)
+    assert report.diagnoses[0].residual_after < 1e-4
+
+
+def test_a_factor_of_the_balance_loss_without_a_known_reason_is_fitted(tmp_path: Path) -> None:
+    record_steps(tmp_path, SCALED)
+    report = check_recorded_step(tmp_path)
+    assert report.diagnoses[0].keys == ("router_loss_scaled",)
+    assert report.diagnoses[0].subject == "factor 0.7"
 
 
 def test_both_factors_and_a_wrong_mean_beside_one_are_named(tmp_path: Path) -> None:

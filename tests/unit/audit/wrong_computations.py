@@ -19,6 +19,7 @@ COMPUTATIONS = {
     "heads_and_tokens_mixed",
     "head_gradient_not_summed",
     "vocabulary_gradients_lost",
+    "logits_summed_over_copies",
 }
 
 
@@ -141,6 +142,12 @@ class _SplitHead(torch.autograd.Function):
         for rank in range(ctx.num_ranks):
             part = slice(rank * size, (rank + 1) * size)
             own = of_logits[..., part]
+            if ctx.mistake == "logits_summed_over_copies":
+                # Every rank adds all exponentials, and only the first has the targets.
+                own = chances[..., part] / ctx.num_ranks
+                if rank == 0:
+                    own = own - F.one_hot(chosen, len(weight))[..., part]
+                own = own * is_target[..., None]
             if ctx.mistake == "vocabulary_gradients_lost":
                 own = own * (chosen // size == rank)[..., None]
             for_weight.append(own.flatten(0, 1).T @ x.flatten(0, 1))
@@ -215,5 +222,48 @@ def limit_experts(block: nn.Module, factor: float, policy: str, *, renormalises:
             output = F.linear(F.silu(left) * right, experts.down_proj[expert])
             total = total + weights[:, expert, None] * output
         return total.view(x_BTE.shape)
+
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def split_features(block: nn.Module, num_ranks: int) -> None:
+    """Make ranks that share tokens split an expert buffer's features in place of its capacity."""
+    gate: Any = block.gate
+    experts: Any = block.experts
+
+    def forward(x_BTE: Tensor) -> Tensor:
+        tokens = x_BTE.reshape(-1, x_BTE.shape[-1])
+        chances = F.linear(tokens, gate.weight).softmax(1)
+        chosen = chances.topk(2, 1)
+        takers = [
+            (chosen.indices == expert).any(1).nonzero().flatten().tolist() for expert in range(4)
+        ]
+        capacity = -(-max(map(len, takers)) // num_ranks) * num_ranks
+        zero = torch.zeros_like(tokens[0])
+        rows = [
+            tokens[t] if t is not None else zero
+            for own in takers
+            for t in (own + [None] * capacity)[:capacity]
+        ]
+        width = tokens.shape[1] // num_ranks
+        parts = []
+        for rank in range(num_ranks):
+            received = torch.stack(rows)[:, rank * width : (rank + 1) * width]
+            by_expert = received.contiguous().view(4, capacity // num_ranks, tokens.shape[1])
+            outputs = []
+            for expert in range(4):
+                left, right = F.linear(by_expert[expert], experts.gate_up_proj[expert]).chunk(2, 1)
+                outputs.append(F.linear(F.silu(left) * right, experts.down_proj[expert]))
+            parts.append(torch.stack(outputs))
+        gathered = torch.cat(parts, 1)
+        weights = chosen.values / chosen.values.sum(1, keepdim=True)
+        total = []
+        for token in range(len(tokens)):
+            terms = [
+                weights[token, k] * gathered[e, takers[e].index(token)]
+                for k, e in enumerate(chosen.indices[token].tolist())
+            ]
+            total.append(torch.stack(terms).sum(0))
+        return torch.stack(total).view(x_BTE.shape)
 
     block.forward = forward  # type: ignore[method-assign]

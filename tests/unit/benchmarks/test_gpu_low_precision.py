@@ -27,6 +27,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_everything_is_compared(result: dict[str, Any]) -> None:
     assert tuple(result["kernels"]) == RECIPES
+    assert "compute_expert_output" in result["kernels"]["mxfp8"]
+    assert "compute_expert_output" not in result["kernels"]["tensorwise"]
     assert all(
         row["distance"] <= gpu_low_precision.LIMIT and row["seconds"] > 0
         for products in result["kernels"].values()

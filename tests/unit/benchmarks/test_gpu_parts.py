@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import gpu_packages, gpu_parts
-from benchmarks.gpu_page import count_tests
+from benchmarks.gpu_page import count_tests, list_measurements
 from benchmarks.gpu_parts import Step
 from benchmarks.gpu_profile import summarise_kernels
 from packaging.requirements import Requirement
@@ -151,10 +151,12 @@ def test_parts_that_do_not_exist_are_refused(part: str, capsys: pytest.CaptureFi
 
 
 def test_failed_tests_are_named_with_their_reason() -> None:
-    junit = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure
+    junit = """<testsuites><testsuite><testcase name="a"><properties>
+    <property name="chunked" value="1.5 ms"/></properties></testcase><testcase name="b"><failure
     message="assert 1 == 2&#10;more"/></testcase><testcase name="c"><skipped/></testcase>
     </testsuite></testsuites>"""
     assert count_tests(junit) == (1, 1, 1, ["b: assert 1 == 2"])
+    assert list_measurements(junit) == ["chunked 1.5 ms"]
 
 
 def test_kernels_are_the_events_of_the_device_without_annotations() -> None:

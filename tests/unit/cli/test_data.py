@@ -171,15 +171,7 @@ def test_run_length(
 def test_json_contains_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(make_document(tmp_path)))
-    data_command(
-        path,
-        overrides=["seed=5"],
-        samples=1,
-        position=0,
-        validation=False,
-        nproc=None,
-        json_output=True,
-    )
+    data_command(path, overrides=["seed=5"], samples=1, json_output=True)
     output = json.loads(capsys.readouterr().out)
     assert output["schema_version"] == 1
     assert output["records"]["broken"][0] | {"reason": ""} == {
@@ -200,9 +192,7 @@ def test_json_contains_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_text_goes_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(make_document(tmp_path)))
-    data_command(
-        path, overrides=None, samples=0, position=0, validation=False, nproc=None, json_output=False
-    )
+    data_command(path, samples=0)
     assert "stories" in capsys.readouterr().out
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli.main import run
-from shardwright.cli.verbs import VERBS, Verb
 from shardwright.errors import ExitCode
 
 
@@ -47,13 +45,10 @@ def test_unexpected_errors_exit_with_3(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def load() -> Callable[..., None]:
-        def verb() -> None:
-            raise error
+    def schema() -> None:
+        raise error
 
-        return verb
-
-    monkeypatch.setitem(VERBS, "schema", Verb("Raises.", load))
+    monkeypatch.setattr("shardwright.cli.schema.schema_command", schema)
     assert run(["schema"]) == ExitCode.RUN_FAILED
     captured = capsys.readouterr()
     assert message in captured.err

@@ -13,8 +13,8 @@ from shardwright.errors import ExitCode
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "one of --slurm, --kubernetes and --torchrun"),
-        (["--slurm", "--torchrun"], "one of --slurm, --kubernetes and --torchrun"),
+        ([], "allowed: slurm, kubernetes or torchrun"),
+        (["--slurm", "--torchrun"], "allowed: slurm, kubernetes or torchrun"),
         (["--slurm"], "--gpus-per-node"),
         (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
         (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),

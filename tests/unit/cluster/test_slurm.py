@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,27 @@ def test_cpu_jobs_request_no_gpus(recipe: Path, capsys: pytest.CaptureFixture[st
     assert "--gpus-per-node" not in text
     assert "--set run.device=cpu" in text
     assert "NCCL" not in text
+
+
+def test_nodes_that_keep_their_processes_are_one_task_each(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--nodes", "3", "--gpus-per-node", "4", "--cores-per-rank", "2"]
+    words += ["--set", "elastic.warm_restarts=true", "--set", "elastic.max_restarts=2"]
+    script = run_launch(capsys, str(recipe), "--slurm", *words)
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --no-kill" in directives
+    assert "#SBATCH --ntasks-per-node=1" in directives
+    assert "#SBATCH --gpus-per-node=4" in directives
+    assert "#SBATCH --cpus-per-task=8" in directives
+    assert "srun --kill-on-bad-exit=0 --wait=0 --no-kill shardwright train" in script
+    assert "--nproc 4" in script
+    tokens = {
+        subprocess.check_output(["bash", "-c", f"{line}; echo $SHARDWRIGHT_NODE_TOKEN"], text=True)
+        for line in [next(line for line in script.splitlines() if "NODE_TOKEN=" in line)] * 2
+    }
+    assert len(tokens) == 2
+    assert all(re.fullmatch(r"[0-9a-f]{32}\n", token) for token in tokens)
 
 
 def test_a_recipe_without_restarts_is_not_requeued(

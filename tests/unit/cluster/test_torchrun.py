@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,3 +51,33 @@ def test_a_name_that_is_not_utf8_is_written_with_its_bytes(recipe: Path, tmp_pat
     words = ["--torchrun", "--gpus-per-node", "4", "--env", "FOLDER=/data/\udcff"]
     assert run(["launch", str(recipe), *words, "--out", str(out)]) == ExitCode.DONE
     assert b"/data/\xff" in out.read_bytes()
+
+
+WARM = ["--set", "elastic.warm_restarts=true", "--set", "elastic.max_restarts=2"]
+
+
+def test_nodes_that_keep_their_processes_are_started_without_torchrun(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(recipe), "--torchrun", "--hosts", "a,b,c", "--gpus-per-node", "4", *WARM]
+    output = json.loads(run_launch(capsys, *words, "--json"))
+    commands = output["text"].splitlines()[1::2]
+    assert output["world_size"] == 12
+    for number, command in enumerate(commands):
+        assert "torchrun" not in command
+        assert f" RANK={number} WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 " in command
+        assert " MASTER_ADDR=a MASTER_PORT=29500 shardwright train " in command
+        assert command.endswith(" --resume-if-begun")
+        assert re.search(r" SHARDWRIGHT_NODE_TOKEN=[0-9a-f]{32} ", command)
+        assert " --nproc 4 " in command
+
+
+def test_spare_nodes_have_no_ranks(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(recipe), "--torchrun", "--hosts", "a,b,c", "--gpus-per-node", "4", *WARM]
+    spare = ["--set", "elastic.spare_nodes=1", "--json"]
+    assert json.loads(run_launch(capsys, *words, *spare))["world_size"] == 8
+    assert run(["launch", *words, "--set", "elastic.spare_nodes=3"]) == ExitCode.WRONG_INPUT
+    assert "elastic.spare_nodes: no node is left for the ranks" in capsys.readouterr().err
+    kubernetes = [str(recipe), "--kubernetes", "--image", "i", "--gpus-per-node", "4", *WARM]
+    assert run(["launch", *kubernetes]) == ExitCode.WRONG_INPUT
+    assert "elastic.warm_restarts: a lost pod makes" in capsys.readouterr().err

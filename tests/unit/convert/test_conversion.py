@@ -13,8 +13,7 @@ import yaml
 
 from shardwright.cli.main import run
 from shardwright.config.recipe_loading import load_recipe, validate_recipe
-from shardwright.convert.conversion import ConvertedRecipe, convert
-from shardwright.convert.emit import emit
+from shardwright.convert.conversion import ConvertedRecipe, convert, emit
 from shardwright.convert.emitted_config import EmitRequest
 from shardwright.errors import ExitCode, InputError
 from shardwright.plans import resolve_degrees

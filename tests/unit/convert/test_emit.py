@@ -13,7 +13,7 @@ import yaml
 
 from shardwright.cli.main import run
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.convert.emit import CONFIG_WRITERS, emit
+from shardwright.convert.conversion import CONFIG_WRITERS, emit
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
 from shardwright.errors import ExitCode
 from shardwright.plans import resolve_degrees

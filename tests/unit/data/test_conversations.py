@@ -540,15 +540,7 @@ def test_the_terminal_shows_format_template_and_share(
         }
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
-    data_command(
-        tmp_path / "recipe.yaml",
-        overrides=None,
-        samples=1,
-        position=0,
-        validation=False,
-        nproc=None,
-        json_output=False,
-    )
+    data_command(tmp_path / "recipe.yaml", samples=1)
     text = capsys.readouterr().out
     for message in (
         "conversations (messages)",
@@ -558,15 +550,7 @@ def test_the_terminal_shows_format_template_and_share(
         "answer",
     ):
         assert message in text, text
-    data_command(
-        tmp_path / "recipe.yaml",
-        overrides=None,
-        samples=1,
-        position=0,
-        validation=False,
-        nproc=None,
-        json_output=True,
-    )
+    data_command(tmp_path / "recipe.yaml", samples=1, json_output=True)
     output = json.loads(capsys.readouterr().out)
     assert output["sources"][0]["records"] == "messages"
     assert output["train"]["num_supervised"] > 0

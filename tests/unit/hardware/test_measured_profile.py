@@ -34,6 +34,9 @@ PROFILE = MeasuredProfile(
     collectives=(
         CollectiveRate("all_reduce", 8, 8, 1_000, 2e-5),
         CollectiveRate("all_reduce", 8, 8, 1_001_000, 1.2e-4),
+        CollectiveRate("send", 2, 1, 1_000, 1e-2, 1e-3),
+        CollectiveRate("send", 2, 1, 900_000, 1e-2, 1e-3),
+        CollectiveRate("send", 2, 1, 1_000_000, 2e-2, 3e-3),
     ),
     software={"torch": "2.13"},
     attention=(
@@ -61,8 +64,15 @@ def test_matmul_rates_are_the_nearest_and_collective_times_are_interpolated() ->
     assert PROFILE.find_matmul_flops_per_second("fp8", 8192, 8192, 8192) is None
     assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 10) == 2e-5
     assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 501_000) == pytest.approx(7e-5)
-    assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 2_002_000) == pytest.approx(2.4e-4)
+    assert PROFILE.find_collective_seconds("all_reduce", 8, 8, 2_001_000) == pytest.approx(2.2e-4)
     assert PROFILE.find_collective_seconds("all_reduce", 16, 8, 1_000) is None
+    # The rate of large messages is that between sizes of which one is at least twice the other.
+    assert PROFILE.find_collective_seconds("send", 2, 1, 2_000_000) == pytest.approx(3e-2, rel=1e-2)
+
+
+def test_processor_seconds_of_collectives_are_interpolated_where_they_were_measured() -> None:
+    assert PROFILE.find_processor_seconds("send", 2, 1, 950_000) == pytest.approx(2e-3)
+    assert PROFILE.find_processor_seconds("all_reduce", 8, 8, 1_000) is None
 
 
 def test_elementwise_rates_are_those_of_the_nearest_size() -> None:

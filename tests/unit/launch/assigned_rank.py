@@ -1,8 +1,8 @@
 """A rank's process that follows orders instead of training: `-m` module for `RankProcesses`.
 
-The arguments of a generation are JSON: an order for each rank, `finish`, `leave` (because more
-ranks follow), `lose peer`, `fail`, `wait` (until the launcher reports that a rank is lost) or
-`die`.
+The arguments of a generation are a file with the orders as JSON, one for each rank, and the path of
+the records without its end. An order is `finish`, `leave` (because more ranks follow), `lose peer`,
+`fail`, `wait` (until the launcher reports that a rank is lost), `hang` or `die`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,30 @@ from pathlib import Path
 
 from shardwright.errors import GenerationEnded, InputError, RankFailed
 from shardwright.launch import rank_service
-from shardwright.launch.rank_outcome import CONTROL_VARIABLE, write_pid
+from shardwright.launch.rank_outcome import write_pid
 
 
 def follow_order(arguments: Sequence[str]) -> BaseException | None:
     """Follow this rank's order and record the process and its environment."""
     rank = os.environ["RANK"]
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT")
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "MASTER_PORT",
+    )
     record = {"pid": os.getpid()} | {name: os.environ[name] for name in names}
-    control = Path(os.environ[CONTROL_VARIABLE])
-    (control.parent / f"{control.name}-{rank}.json").write_text(json.dumps(record))
+    file, records = map(Path, arguments)
+    records.with_name(f"{records.name}-{rank}.json").write_text(json.dumps(record))
     write_pid(int(rank))
-    print(f"rank {rank} of {control.name}", flush=True)  # noqa: T201
-    order = json.loads(arguments[0])[int(rank)]
+    print(f"rank {rank} of {records.name}", flush=True)  # noqa: T201
+    order = json.loads(file.read_text())[int(rank)]
     if order == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if order == "hang":
+        time.sleep(3600)
     if order == "leave":
         return GenerationEnded(1)
     if order == "fail":

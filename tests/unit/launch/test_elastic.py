@@ -65,7 +65,7 @@ def test_warm_restarts_need_restarts_and_our_launcher(
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(InputError, match=r"elastic\.warm_restarts") as error:
         train(recipe)
-    assert error.value.remedy == "Set it to false, or start the ranks with --nproc"
+    assert "let the launcher start one process per node, with --nproc" in str(error.value.remedy)
 
 
 def test_a_restart_is_passed_to_the_ranks_as_text() -> None:
@@ -228,6 +228,28 @@ def test_after_a_stop_the_same_ranks_save_their_state(tmp_path: Path) -> None:
     last = attempts[-1]
     assert (last.world_size, last.former_world_size, last.leave_after_steps) == (4, None, None)
     assert last.restart_reason == "a stop was requested while more ranks were about to start"
+
+
+def test_only_as_many_ranks_start_as_the_nodes_can_run(tmp_path: Path) -> None:
+    """Six ranks on three nodes; one is lost, then another, and both are back in the end."""
+    died = RankFailed("died")
+    recipe = build_recipe(tmp_path, max_restarts=9, min_ranks=2, grow_after_steps=3)
+    ends = [died, died, GenerationEnded(3), GenerationEnded(9), None]
+    launches = Launches(tmp_path, *ends)
+    slots_after_launch = {1: 3, 2: 2, 3: 2, 4: 6}
+    run_with_restarts(
+        recipe,
+        6,
+        launches,
+        StopRequest(),
+        find_smaller=lambda size: size - 1 or None,
+        count_slots=lambda: slots_after_launch[len(launches.attempts)],
+    )
+    sizes = [(attempt.world_size, attempt.leave_after_steps) for attempt in launches.attempts]
+    assert sizes == [(6, None), (3, 3), (2, 3), (2, 6), (6, None)]
+    assert launches.attempts[3].restart_reason == (
+        "too few nodes were connected while more ranks were about to start"
+    )
 
 
 def test_growth_needs_smaller_worlds(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ class RecordingStore:
     def fill(self, position: int, pieces: Iterable[Tensor]) -> None:
         pass
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def read(self, position: int, target: Tensor) -> Wait:
         self.calls.append(("read", target.numel()))
         return lambda: self.record("wait for the read")

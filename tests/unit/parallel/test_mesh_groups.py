@@ -275,7 +275,7 @@ class Group(SimpleNamespace):
 def test_results_of_an_operation_that_failed_are_refused(
     one_group: SimpleNamespace, name: str
 ) -> None:
-    """The survivors of a warm restart go on after NCCL has aborted what they waited for."""
+    """The survivors of a warm restart continue after NCCL has aborted what they waited for."""
     check_nccl_groups()
     setattr(one_group, name, "TIMEOUT")
     with pytest.raises(RankFailed, match=f"aborted: TIMEOUT in the group {name}") as caught:

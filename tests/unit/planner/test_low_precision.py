@@ -19,6 +19,7 @@ from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.model.products.kernel_support import KernelDevice, explain_missing_kernel
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.explanation import explain_gathers
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     EAGER_4BIT_BYTES,
@@ -121,6 +122,56 @@ def test_every_product_quantises_both_of_its_operands() -> None:
     )
 
 
+def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
+    """Each rank quantises its shard once per gather; over 64 ranks only gates and up-projections
+    have whole blocks."""
+    facts = get_model_facts(read_config(LLAMA))
+    kind = facts.kinds[0]
+    matrix = 2048 * 8192
+    attention = 4 * 2048 * 2048
+    coded = 3 * matrix + attention
+    rest = 2 * 2048  # norms
+
+    def predict(num_ranks: int, stage: Any, **section: Any) -> tuple[Candidate, float, float]:
+        layout = Layout(dp_shard=num_ranks, zero_stage=stage)
+        candidate = replace(make_candidate(LLAMA, **section), layout=layout)
+        size = candidate.get_gather_bytes(facts.count_elements(layout).layers[0])
+        return (
+            candidate,
+            size * (coded + rest),
+            sum(count_quantisation_bytes(facts, kind, candidate)),
+        )
+
+    _, plain, all_bytes = predict(16, 3, recipe="mxfp8")
+    assert plain == 2 * (coded + rest)
+    block, num_bytes, casts = predict(16, 3, recipe="blockwise")
+    assert num_bytes == pytest.approx(coded + 2 * rest)
+    saved = 2 * coded * (1 - 1 / 16)
+    assert all_bytes - casts == pytest.approx(EAGER_BYTES * saved)
+    # Stage 2 gathers once per step, and the backward pass reads the same codes.
+    _, _, once = predict(16, 2, recipe="blockwise")
+    assert casts - once == pytest.approx(EAGER_BYTES * coded / 16)
+    compiled = [
+        sum(count_quantisation_bytes(facts, kind, replace(block, layout=each, compile=True)))
+        for each in (block.layout, Layout())
+    ]
+    shards = 2 * EAGER_BYTES * coded / 16
+    assert compiled[1] - compiled[0] == pytest.approx(2 * COMPILED_BYTES * coded - shards)
+    _, half, _ = predict(16, 3, recipe="blockwise", targets=("mlp",))
+    share = 3 * matrix / coded
+    assert half == pytest.approx(2 * (coded + rest) - share * coded)
+    _, partial, _ = predict(64, 3, recipe="blockwise")
+    assert partial == pytest.approx(2 * matrix + 2 * (matrix + attention + rest))
+    efficiency = load_efficiencies().get_efficiency(H100.accelerator)
+    predictor = Predictor(facts, H100, efficiency)
+    wide = predictor.predict(replace(block, scaled_shares=None))
+    narrow = predictor.predict(block)
+    assert 0.5 < narrow.memory.gathered / wide.memory.gathered < 0.75
+    assert explain_gathers(facts, block).startswith("100% of the blocks' parameters are gathered")
+    rows = make_candidate(LLAMA)
+    assert "gathered in bf16" in explain_gathers(facts, replace(rows, layout=block.layout))
+
+
 def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     facts = get_model_facts(read_config(LLAMA))
     candidate = make_candidate(LLAMA)
@@ -194,7 +245,7 @@ def test_the_plan_explains_the_limits_of_the_gain() -> None:
         if s.startswith("fp8 takes")
     ]
     (sentence,) = sentences
-    for text in ("gradients of weights, attention", "of the bf16 step", "gathered in bf16"):
+    for text in ("gradients of weights, attention", "of the bf16 step", "not gathered"):
         assert text in sentence
     block_recipe = build_recipe(
         precision={"kind": "fp8", "fp8": {"recipe": "mxfp8"}}, layout={"auto": True}
@@ -239,11 +290,13 @@ def test_a_plan_names_a_device_without_kernels(
 def test_experts_need_a_grouped_kernel_in_the_plan() -> None:
     shares = ScaledShares(1.0, 0.0, 1.0, has_wide_weight_gradients=False)
     blackwell = parse_cluster("8xB200").accelerator
-    assert explain_missing_kernels(FP8Section(), blackwell, shares) is None
-    reason = explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, shares)
+    ultra = parse_cluster("8xB300").accelerator
+    for recipe in ("rowwise_with_gw_hp", "mxfp8"):
+        assert explain_missing_kernels(FP8Section(recipe=recipe), blackwell, shares) is None
+    reason = explain_missing_kernels(FP8Section(recipe="mxfp8"), ultra, shares)
     assert "no grouped kernel for experts in mxfp8" in str(reason)
     dense = replace(shares, experts=0.0)
-    assert explain_missing_kernels(FP8Section(recipe="mxfp8"), blackwell, dense) is None
+    assert explain_missing_kernels(FP8Section(recipe="mxfp8"), ultra, dense) is None
 
 
 def test_the_two_tables_of_kernels_agree() -> None:

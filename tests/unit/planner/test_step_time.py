@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.hardware.measured_profile import CollectiveRate, MatmulRate, MeasuredProfile
+from shardwright.hardware import Cluster, CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Efficiency, predict
 from shardwright.planner.candidate import LowRankAdapter
@@ -107,6 +107,37 @@ def test_measured_rates_have_precedence() -> None:
         2 * 512**3 / 3e11
     )
     assert DeviceRates(cluster, IDEAL, "bf16").time_copy(5e10) == 1.0
+
+
+def make_linked_cluster(processor_seconds: float | None) -> Cluster:
+    """Return four CPU-like ranks on which a sum of 1 MiB takes 0.5 s."""
+    rate = CollectiveRate("all_reduce", 4, 4, MIB, 0.5, processor_seconds)
+    profile = MeasuredProfile("x", None, "2026", 2**30, 5e10, (), (rate,))
+    return replace(models.make_cluster(4), profile=profile)
+
+
+def test_a_step_slows_the_processors_part_of_a_collective_not_the_links() -> None:
+    group = StridedGroup(4, 1)
+    slow = replace(IDEAL, step_share=0.5)
+    for processor_seconds, seconds, idle_share in ((None, 1.0, 0.0), (0.1, 0.6, 0.4 / 0.6)):
+        network = NetworkModel(make_linked_cluster(processor_seconds), slow)
+        assert network.time_all_reduce(group, MIB) == pytest.approx(seconds)
+        assert network.get_idle_share("all_reduce", group, MIB) == pytest.approx(idle_share)
+
+
+def test_gradients_are_reduced_beside_the_backward_pass_while_the_processor_is_idle() -> None:
+    layout = Layout(dp_replicate=4, bucket_size_bytes=2**10)
+    busy, idle = (
+        predict(
+            models.read_shape("llama"),
+            Candidate(layout, 128, micro_batch_size=4096),
+            make_linked_cluster(processor_seconds),
+            replace(IDEAL, data_overlap=0.0),
+        ).time
+        for processor_seconds in (0.5, 0.1)
+    )
+    assert busy.hidden_data == 0.0
+    assert idle.hidden_data == pytest.approx(0.8 * (idle.data + idle.hidden_data), rel=1e-3)
 
 
 def test_products_are_limited_by_flops_or_by_bytes() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.packed_dataset import PackedDataset, pack_documents
-from shardwright.data.row_documents import list_row_documents
+from shardwright.data.run_order import list_row_documents
 from shardwright.data.sample_order import SampleOrder
 from shardwright.hardware import parse_cluster
 from shardwright.layout import Layout

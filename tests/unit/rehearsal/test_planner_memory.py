@@ -130,10 +130,10 @@ CASES = [
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),
     Case("qwen3_moe", Layout(dp_shard=2, zero_stage=3), recompute="full"),
-    Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
+    Case("olmo2", Layout(tp=2), tolerance=0.01),
     Case("llama", Layout(tp=2, sequence_parallel=False)),
     Case("llama", Layout(dp_shard=2, zero_stage=3), recompute="selective", sections=OFFLOAD),
-    Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
+    Case("qwen3_moe", Layout(), sections=OFFLOAD, tolerance=0.015),
     Case("llama", Layout(), recompute="full", sections=WORKING),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=FROZEN_ON_HOST),
     Case("llama", Layout(pp=2), steps=4, sections=FROZEN_ON_DISK),
@@ -176,6 +176,10 @@ CASES = [
     Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
 ]
 LONG_CASES = [
+    Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
+    Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
+    Case("olmo2", Layout(tp=2), recompute="selective"),
+    Case("qwen3_moe", Layout(), recompute="full", sections=OFFLOAD),
     Case("llama", Layout(tp=2, sequence_parallel=False), recompute="selective"),
     Case("gemma2", Layout(tp=2), recompute="selective"),
     Case("gpt2", Layout(tp=2), recompute="selective", sections=OFFLOAD),
@@ -305,6 +309,10 @@ LONG_CASES = [
     ),
     Case("llama", Layout(pp=2, dp_shard=2, zero_stage=3), steps=4, sections=TRAINED_ON_DISK),
     Case("gpt2", Layout(dp_shard=2, zero_stage=3), kind="fp32", sections=TRAINED_ON_DISK),
+    Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
+    Case(
+        "llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), steps=2, sections=TRAINED_ON_DISK
+    ),
 ]
 
 LESS_EXACT = dict.fromkeys(

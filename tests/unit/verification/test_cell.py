@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.multiprocess.models import LLAMA
 
 from shardwright.architecture import read_config
 from shardwright.config.data import IGNORED_LABEL
@@ -28,18 +29,6 @@ from shardwright.verification.comparison import (
 )
 from shardwright.verification.uneven_data import UnevenDataset
 from shardwright.verification.verification import _find_worst
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 20,
-    "intermediate_size": 27,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 64,
-}
 
 
 def compare(
@@ -160,8 +149,11 @@ def test_a_layout_without_a_number_of_ranks_selects_all_that_fit() -> None:
         "dp_replicate=2,zero_stage=1",
         "dp_replicate=2,dp_shard=2,zero_stage=1",
     ]
-    with pytest.raises(LayoutError, match="no number of ranks from 2 to 4"):
-        choose_layouts(["dp_replicate=3,dp_shard=2,zero_stage=1"], 4, LayoutSection())
+    for text, needed in (("dp_replicate=3,dp_shard=2,zero_stage=1", 6), ("tp=5", 5)):
+        with pytest.raises(LayoutError, match=f"from 2 to 4 .* a multiple of {needed} ranks"):
+            choose_layouts([text], 4, LayoutSection())
+    with pytest.raises(LayoutError, match="ep"):  # more ranks do not help
+        choose_layouts(["dp_shard=2,ep=4"], 4, LayoutSection())
 
 
 def test_settings_of_the_recipes_layout_remain() -> None:

@@ -14,11 +14,9 @@ from rich.text import Text
 from shardwright.cli.output.text_streams import escape_control_characters
 
 
-def open_console(*, stderr: bool = False, quiet: bool = False, highlight: bool = True) -> Console:
-    """Return a console without markup and emoji codes that escapes control characters."""
-    return _LiteralConsole(
-        stderr=stderr, quiet=quiet, highlight=highlight, markup=False, emoji=False
-    )
+def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Return a console that prints text as it is, with control characters escaped."""
+    return _LiteralConsole(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
 class _LiteralConsole(Console):

@@ -79,8 +79,7 @@ def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: boo
         peak_note = "" if peak is None else f"; {numbers['link']} has a peak of {peak / 1e9:.3g}"
         console.print(
             f"  over {axis}: {numbers['num_ranks']} ranks{where}; "
-            f"bus bandwidth in GB/s by message size{peak_note}",
-            highlight=False,
+            f"bus bandwidth in GB/s by message size{peak_note}"
         )
         sizes, num_omitted = _select_sizes(members, console.width, has_peak_column=peak is not None)
         table = Table(box=None, pad_edge=False, padding=(0, 1))
@@ -95,9 +94,7 @@ def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: boo
         console.print(table)
         if num_omitted:
             console.print(
-                f"  {num_omitted} more sizes in a wider terminal, or with --json",
-                style="dim",
-                highlight=False,
+                f"  {num_omitted} more sizes in a wider terminal, or with --json", style="dim"
             )
         _print_lines(
             console, [finding for finding in members if finding.verdict != "pass"], is_narrow

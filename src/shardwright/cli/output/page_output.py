@@ -13,10 +13,7 @@ from shardwright.errors import InputError
 HtmlOutput = Annotated[
     Path | None,
     typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Also write the results as a self-contained HTML page.",
-        show_default=False,
+        "--html", metavar="FILE", help="Also write the results as a self-contained HTML page."
     ),
 ]
 

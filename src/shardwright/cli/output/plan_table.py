@@ -10,11 +10,7 @@ from rich.table import Table
 
 from shardwright.cli.output.console import open_console
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
-from shardwright.planner.uncertainty import (
-    INTERVAL_SHARE,
-    MIN_FIT_PROBABILITY,
-    format_probability,
-)
+from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY, format_probability
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -95,11 +91,11 @@ def print_plan(
         headline += f", LoRA rank {template.adapter.rank}" + (
             " on NF4" if template.adapter.quantised else ""
         )
-    console.print(headline, highlight=False)
+    console.print(headline)
     if cluster.profile is not None:
-        console.print(f"rates {cluster.rates_source}; data sheets for all others", highlight=False)
+        console.print(f"rates {cluster.rates_source}; data sheets for all others")
     for line in corrections:
-        console.print(line, highlight=False)
+        console.print(line)
     if result.predictions:
         _print_layouts(console, result, recipe)
         _print_parts(
@@ -110,14 +106,9 @@ def print_plan(
         )
     if result.recompute_choice is not None:
         layout = "chosen" if recipe.layout.auto else "recipe's"
-        console.print(
-            f"\nrecompute of the {layout} layout: {result.recompute_choice.describe()}",
-            highlight=False,
-        )
+        console.print(f"\nrecompute of the {layout} layout: {result.recompute_choice.describe()}")
     if result.recipe_conflict is not None:
-        console.print(
-            f"\nthe recipe's own layout is not possible: {result.recipe_conflict}", highlight=False
-        )
+        console.print(f"\nthe recipe's own layout is not possible: {result.recipe_conflict}")
     if result.rejections:
         _print_rejections(console, result)
     if result.scale_points:
@@ -125,7 +116,7 @@ def print_plan(
     if result.explanation:
         console.print("\nwhy", style="bold")
         for sentence in result.explanation:
-            console.print(f"- {sentence}", highlight=False)
+            console.print(f"- {sentence}")
     effort = result.effort
     first = min(effort.num_proven, num_layouts)
     proven = ""
@@ -138,7 +129,6 @@ def print_plan(
         f"{effort.num_too_large:,} excluded by a lower bound on their memory; "
         f"{proven}{format_seconds(seconds)}",
         style="dim",
-        highlight=False,
     )
 
 
@@ -176,30 +166,27 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         text = "the recipe's own layout" + (
             "" if result.recipe_prediction.fits else ", which does not fit"
         )
-        console.print(f"=: {text}", highlight=False)
+        console.print(f"=: {text}")
     if len(result.alternatives) > 1:
         console.print(
             f"~: indistinguishable from the fastest recommendable layout (within "
-            f"{EQUAL_STEP_SHARE:.0%})",
-            highlight=False,
+            f"{EQUAL_STEP_SHARE:.0%})"
         )
     if any(prediction.is_measured for _, prediction in _number_layouts(result)):
-        console.print("#: step time measured by `tune` on this hardware", highlight=False)
+        console.print("#: step time measured by `tune` on this hardware")
     if any(prediction.is_tight for _, prediction in _number_layouts(result)):
         console.print(
-            f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}",
-            highlight=False,
+            f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}"
         )
     if any(prediction.candidate.precision in ("fp8", "nvfp4") for prediction in result.predictions):
         console.print(
             "fp8, nvfp4: rates from published runs of other trainers, casts as made by this one; "
-            "not measured here. What `train` emulates is far slower (docs/low-precision.md)",
-            highlight=False,
+            "not measured here. What `train` emulates is far slower (docs/low-precision.md)"
         )
     if result.missing_kernels is not None:
-        console.print(f"warning: {result.missing_kernels}", style="yellow", highlight=False)
+        console.print(f"warning: {result.missing_kernels}", style="yellow")
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
-        console.print("*: prediction only; `train` does not support it", highlight=False)
+        console.print("*: prediction only; `train` does not support it")
 
 
 def _print_choice(console: Console, result: PlanningResult, chosen: Prediction) -> None:
@@ -208,17 +195,14 @@ def _print_choice(console: Console, result: PlanningResult, chosen: Prediction) 
     if (count := len(result.alternatives)) > 1:
         kind = "fastest measured" if chosen.is_measured else "simplest"
         reason = f": the {kind} of {count} indistinguishable layouts (~)"
-    console.print(f"chosen: {chosen.candidate.describe()}{reason}", style="green", highlight=False)
+    console.print(f"chosen: {chosen.candidate.describe()}{reason}", style="green")
     if chosen.warning is not None:
-        console.print(
-            f"warning: the chosen layout {chosen.warning}", style="yellow", highlight=False
-        )
+        console.print(f"warning: the chosen layout {chosen.warning}", style="yellow")
     step = " to ".join(map(format_seconds, chosen.step_interval))
     memory = " to ".join(f"{end / GIB_BYTES:.1f}" for end in chosen.memory_interval)
     console.print(
         f"its {INTERVAL_SHARE:.0%} intervals: step {step}, memory {memory} GiB "
-        f"({result.uncertainty.evidence})",
-        highlight=False,
+        f"({result.uncertainty.evidence})"
     )
 
 
@@ -308,18 +292,15 @@ def _build_time_row(prediction: Prediction, columns: list[str]) -> list[str]:
 def _print_rejections(console: Console, result: PlanningResult) -> None:
     console.print("\nrejected", style="bold")
     for rejection in result.rejections:
-        console.print(f"- {rejection.name}: {rejection.reason}", highlight=False)
+        console.print(f"- {rejection.name}: {rejection.reason}")
         if rejection.changed_prediction is not None:
             changed = rejection.changed_prediction
             size = format_bytes(changed.memory.total)
             speed = format_count(changed.tokens_per_second)
-            console.print(
-                f"    fits with {rejection.change}: {size}, {speed} tokens/s", highlight=False
-            )
+            console.print(f"    fits with {rejection.change}: {size}, {speed} tokens/s")
         elif rejection.needed_bytes is not None:
             console.print(
-                "    does not fit with any recompute, micro-batch size, zero_stage or offload",
-                highlight=False,
+                "    does not fit with any recompute, micro-batch size, zero_stage or offload"
             )
 
 
@@ -355,7 +336,5 @@ def _print_scaling(console: Console, result: PlanningResult) -> None:
     limit = find_flattening(list(result.scale_points))
     if limit is not None:
         console.print(
-            f"scaling is poor beyond {limit:,} GPUs: "
-            "more yield less than half of the ideal speedup",
-            highlight=False,
+            f"scaling is poor beyond {limit:,} GPUs: more yield less than half of the ideal speedup"
         )

@@ -33,19 +33,17 @@ class TrialPrinter:
         self._num_candidates = len(candidates.candidates)
         self._console.print(
             f"{self._num_candidates} candidates of {candidates.num_overlapping} whose predicted "
-            f"interval overlaps that of the fastest on {cluster.name} ({cluster.rates_source})",
-            highlight=False,
+            f"interval overlaps that of the fastest on {cluster.name} ({cluster.rates_source})"
         )
         if cluster.accelerator.kind == "cpu" and cluster.profile is None:
             self._console.print(
-                "these are the data sheet's rates of one CPU model; rates of this machine choose "
-                "better candidates (doctor --calibrate, then --cluster and --profile)",
-                highlight=False,
+                "the predictions use the data sheet's rates of one CPU model; for better "
+                "candidates, measure this machine (doctor --calibrate), then set --cluster and "
+                "--profile"
             )
         if candidates.baseline_obstacle is not None:
             self._console.print(
-                f"the recipe's own settings are not tried: {candidates.baseline_obstacle}",
-                highlight=False,
+                f"the recipe's own settings are not tried: {candidates.baseline_obstacle}"
             )
 
     def print_trial(self, candidate: TuningCandidate, trial: Trial) -> None:
@@ -60,10 +58,7 @@ class TrialPrinter:
                 f"predicted {format_seconds(candidate.prediction.time.step)}"
             )
         source = f"{format_seconds(outcome.seconds)}" if trial.is_new else "earlier result"
-        self._console.print(
-            f"{trial.num_steps} steps of {candidate.describe()}: {text} ({source})",
-            highlight=False,
-        )
+        self._console.print(f"{trial.num_steps} steps of {candidate.describe()}: {text} ({source})")
 
 
 def print_result(result: TuningResult, console: Console) -> None:
@@ -77,25 +72,21 @@ def print_result(result: TuningResult, console: Console) -> None:
         style = "bold green" if tried is result.winner else None
         table.add_row(*_build_row(tried, is_winner=tried is result.winner), style=style)
     console.print(table)
-    console.print("*: fastest; =: the recipe's own settings", highlight=False)
+    console.print("*: fastest; =: the recipe's own settings")
     for tried in result.tried:
         outcome = tried.outcome
         if outcome is not None and outcome.measurement is None:
             name = _STATUS_NAMES[outcome.status]
-            console.print(
-                f"{name}: {tried.candidate.describe()}: {outcome.reason}", highlight=False
-            )
+            console.print(f"{name}: {tried.candidate.describe()}: {outcome.reason}")
         if (tried.first_warmup_seconds or 0.0) > _COMPILE_SECONDS:
             console.print(
                 f"warm-up of {tried.candidate.describe()}: "
-                f"{format_seconds(tried.first_warmup_seconds or 0.0)}, mostly compilation",
-                highlight=False,
+                f"{format_seconds(tried.first_warmup_seconds or 0.0)}, mostly compilation"
             )
     if result.cluster.accelerator.kind == "cpu":
         console.print(
             "memory on a CPU: measured is the resident process with its libraries, predicted its "
-            "tensors",
-            highlight=False,
+            "tensors"
         )
     _print_ending(result, console)
 
@@ -130,7 +121,7 @@ def _print_ending(result: TuningResult, console: Console) -> None:
     summary = f"{result.num_trials} trials in {format_seconds(result.seconds)}"
     if result.ending == "budget":
         summary += f"; the budget ended the search with {untried} candidates not tried"
-    console.print(summary, highlight=False)
+    console.print(summary)
     winner = result.winner
     if winner is not None and winner.measurement is not None and result.ending != "stopped":
         measured = winner.measurement
@@ -143,19 +134,17 @@ def _print_ending(result: TuningResult, console: Console) -> None:
             text += ", the recipe's own settings"
         elif result.speedup is not None:
             text += f", {result.speedup:.2f} times as fast as the recipe's own settings"
-        console.print(text, style="green", highlight=False)
-        console.print(f"recipe: {result.recipe_path}", highlight=False, soft_wrap=True)
+        console.print(text, style="green")
+        console.print(f"recipe: {result.recipe_path}", soft_wrap=True)
     if result.profile_path is not None:
         console.print(
             f"later plans for {result.cluster.name} use these step times: {result.profile_path}",
-            highlight=False,
             soft_wrap=True,
         )
     if result.profile_problem is not None:
         console.print(
             f"warning: the step times are not saved for later plans: {result.profile_problem}",
             style="yellow",
-            highlight=False,
         )
 
 

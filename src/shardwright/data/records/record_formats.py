@@ -317,14 +317,3 @@ def extract_texts(canonical: str, content: str) -> list[str]:
         allowed="huggingface",
         remedy="Set tokenizer.path to the tokenizer that encoded the ids",
     )
-
-
-__all__ = [
-    "RECORD_KINDS",
-    "RecordKind",
-    "RecordSchema",
-    "UnusableRecord",
-    "build_text_schema",
-    "detect_schema",
-    "extract_texts",
-]

@@ -1,7 +1,7 @@
 """Index of streamed shards: each shard is tokenised once to learn its number of samples.
 
 The index has a file per shard, which is kept when the shard itself is removed from the cache. So
-an index that was interrupted goes on where it stopped, and runs with the same settings share it.
+an index that was interrupted continues where it stopped, and runs with the same settings share it.
 """
 
 from __future__ import annotations

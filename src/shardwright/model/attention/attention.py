@@ -21,7 +21,7 @@ from shardwright.model.forward_context import ForwardContext
 from shardwright.model.norms import RMSNorm
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.pointwise.functions import FusedFunctions
-from shardwright.model.products.linear import Linear
+from shardwright.model.products.linear import Linear, multiply_gathered
 from shardwright.model.result_names import name_results
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -70,9 +70,7 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None = None
     ) -> Tensor:
         tensor = context.tensor_parallel
-        q_BTHE, k_BTKE, v_BTKE = self._project(
-            x_BTD if tensor is None else tensor.prepare_input(x_BTD), tensor, dropout
-        )
+        q_BTHE, k_BTKE, v_BTKE = self._project(x_BTD, tensor, dropout)
         if self.layer.rope is not None:
             cos, sin = context.rope_tables[self.layer.rope]
             q_BTHE = rotate(q_BTHE, cos, sin, self.fused)
@@ -90,26 +88,19 @@ class Attention(nn.Module):
         self, out_BHTE: Tensor, tensor: TensorParallelHooks | None, dropout: Dropout | None
     ) -> Tensor:
         with name_results("attention_out"):
-            out: Tensor = self.attention_out(
-                out_BHTE.transpose(1, 2).flatten(2),
-                None if tensor is None else tensor.reduce_output,
-                dropout,
-            )
+            out: Tensor = self.attention_out(out_BHTE.transpose(1, 2).flatten(2), tensor, dropout)
         return out
 
     def _project(
         self, x_BTD: Tensor, tensor_parallel: TensorParallelHooks | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values of this rank's heads."""
+        """Compute queries, keys and values of this rank's heads, for all tokens."""
         head_dim = self.head_dim
         if not self.has_fused_qkv:
-            with name_results("projections"):
-                q = self.query(x_BTD, None, dropout)
-                k = self.key(x_BTD, None, dropout)
-                v = self.value(x_BTD, None, dropout)
+            layers = [self.query, self.key, self.value]
+            q, k, v = multiply_gathered(layers, x_BTD, tensor_parallel, dropout, "projections")
         else:
-            with name_results("projections"):
-                fused = self.qkv(x_BTD, None, dropout)
+            (fused,) = multiply_gathered([self.qkv], x_BTD, tensor_parallel, dropout, "projections")
             if self.qkv_layout == "heads":
                 q, k, v = fused.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
                 return q, k, v

@@ -81,7 +81,7 @@ def write_peft_folder(
 
 
 class PeftFolder:
-    """Tensors of an adapter folder that `architecture.peft.read_peft_folder` has checked."""
+    """Tensors of an adapter folder that `architecture.peft_folder` has checked."""
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
         self.path = Path(path) / PEFT_TENSORS_NAME

@@ -26,8 +26,13 @@ _CAPABILITIES: dict[LowPrecisionRecipe, tuple[Capability, Capability | None]] = 
 _GROUPED_CAPABILITIES: dict[LowPrecisionRecipe, tuple[Capability, ...]] = {
     "rowwise": ((9, 0), (10, 0)),
     "rowwise_with_gw_hp": ((9, 0), (10, 0)),
+    "blockwise": ((9, 0),),
+    "mxfp8": ((10, 0),),
 }
-"""Compute capabilities with a kernel for stacked experts."""
+"""Compute capabilities with a kernel for stacked experts. `blockwise` has one product per expert,
+of the kernel for one matrix."""
+_GROUPED_BLOCK_FLAGS = ("-DUSE_MSLK", "-DUSE_FBGEMM_GENAI")
+"""Flags of builds of torch with a grouped kernel for blocks of 32, since 2.11 and before."""
 _FIRST_8BIT_CAPABILITY = (8, 9)
 _FIRST_4BIT_CAPABILITY = (10, 0)
 _FIRST_BF16_CAPABILITY = (8, 0)
@@ -43,6 +48,8 @@ class KernelDevice:
     capability: Capability
     cuda_version: tuple[int, int] | None
     """CUDA release that torch was built for; None for ROCm."""
+    has_grouped_blocks: bool = True
+    """True if torch was built with a grouped kernel for blocks of 32."""
 
 
 def describe_device(device: torch.device | None = None) -> KernelDevice:
@@ -51,6 +58,7 @@ def describe_device(device: torch.device | None = None) -> KernelDevice:
         torch.cuda.get_device_name(device),
         torch.cuda.get_device_capability(device),
         None if torch.version.hip else parse_cuda_version(torch.version.cuda or "0"),
+        any(flag in torch.__config__.show() for flag in _GROUPED_BLOCK_FLAGS),
     )
 
 
@@ -96,6 +104,11 @@ def explain_missing_kernel(
         return f"{recipe} kernels need CUDA {needed}, and this torch is built for CUDA {built}"
     if is_grouped and device.capability not in _GROUPED_CAPABILITIES.get(recipe, ()):
         return f"torch has no grouped kernel for {recipe} scales of experts on {place}"
+    if is_grouped and recipe == "mxfp8" and not device.has_grouped_blocks:
+        return (
+            "this build of torch has no grouped kernel for mxfp8 scales of experts: its compiler "
+            f"flags (torch.__config__.show()) have none of {', '.join(_GROUPED_BLOCK_FLAGS)}"
+        )
     return None
 
 

@@ -5,7 +5,7 @@ Legend: D in, F out, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,17 @@ from shardwright.model.dropout import Dropout
 from shardwright.model.lora import compute_row_norms
 from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
 from shardwright.model.products import nf4
-from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.products.product import (
+    LayerReference,
+    Operands,
+    ProductRule,
+    WeightGradientStore,
+    multiply,
+)
 from shardwright.model.products.scaled_product import ScaledProducts
-from shardwright.model.products.working_weights import declare_working_weight
-from shardwright.model.result_names import name_results
+from shardwright.model.products.working_weights import declare_working_weight, read_weight
+from shardwright.model.result_names import NamedPart, name_results
+from shardwright.model.tensor_parallel_hooks import PipelineHooks, TensorParallelHooks
 
 
 class Linear(nn.Module):
@@ -29,8 +36,8 @@ class Linear(nn.Module):
     The cast implements mixed precision: parameters may stay fp32 while activations are bf16. If
     FSDP2 has gathered them in bf16, the cast does nothing; a working weight replaces it.
 
-    `sum_shares` sums the partial products of a row-parallel weight over ranks; the bias is
-    added once, to the sum.
+    With `tensor_parallel`, the partial products of a row-parallel weight are summed over ranks; the
+    bias is added once, to the sum.
 
     After `add_adapter` it computes with W + scale x B A. A and B are `Linear` layers too, with the
     same casts and deferred gradients.
@@ -77,15 +84,33 @@ class Linear(nn.Module):
     def forward(
         self,
         x: Tensor,
-        reduce_output: Callable[[Tensor], Tensor] | None = None,
+        tensor_parallel: TensorParallelHooks | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
         """Compute the product; `dropout` has the masks for the adapter's inputs."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if reduce_output is not None:
-            product = reduce_output(self._compute_partial_product(x, dropout))
-            return product if bias is None else product + bias
-        return self._compute_product(x, bias, dropout)
+        if tensor_parallel is None:
+            return self._compute_product(x, bias, dropout)
+        pipeline = self.get_pipeline(tensor_parallel)
+        if pipeline is not None:
+            product = pipeline.multiply_and_reduce(x, self.get_operands(x.dtype))
+        else:
+            product = tensor_parallel.reduce_output(self._compute_partial_product(x, dropout))
+        return product if bias is None else product + bias
+
+    def get_pipeline(self, tensor_parallel: TensorParallelHooks) -> PipelineHooks | None:
+        """Return the hooks that pipeline this layer's product with its communication, if any."""
+        is_plain = self.adapters is None and self.scaled is None
+        if not is_plain or self.weight.dtype == torch.uint8 or torch.compiler.is_compiling():
+            return None
+        return tensor_parallel.pipeline
+
+    def get_operands(self, dtype: torch.dtype) -> Operands:
+        """Return the weight and bias in `dtype`."""
+        rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store)
+        matrix = read_weight(self.weight, self.working_weight, dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return Operands(matrix, bias, LayerReference(rule, self.weight))
 
     def _compute_partial_product(self, x: Tensor, dropout: Dropout | None) -> Tensor:
         """Compute this rank's part of a product that is summed over ranks."""
@@ -150,3 +175,22 @@ class Linear(nn.Module):
         if self.parallel_hooks.tensor is not None and x.shape[-1] < self.num_in:
             first_feature = self.parallel_hooks.tensor.rank * x.shape[-1]
         return dropout.drop_adapter(x, rate, self.adapter_number, first_feature=first_feature)
+
+
+def multiply_gathered(
+    layers: Sequence[Linear],
+    x_BSD: Tensor,
+    tensor_parallel: TensorParallelHooks | None,
+    dropout: Dropout | None,
+    name: NamedPart,
+) -> list[Tensor]:
+    """Apply layers to all tokens of the residual stream; `name` is that of their results."""
+    if tensor_parallel is not None:
+        pipelines = [layer.get_pipeline(tensor_parallel) for layer in layers]
+        if pipelines[0] is not None and None not in pipelines:
+            operands = [layer.get_operands(x_BSD.dtype) for layer in layers]
+            with name_results(name):
+                return pipelines[0].multiply_gathered(x_BSD, operands)
+        x_BSD = tensor_parallel.prepare_input(x_BSD)
+    with name_results(name):
+        return [layer(x_BSD, None, dropout) for layer in layers]

@@ -1,7 +1,7 @@
 """NF4 quantisation of frozen matrices.
 
 NF4 has 16 values, quantiles of a normal distribution scaled to [-1, 1]; a block of 64 elements
-is scaled by its largest magnitude. `architecture.quantised` defines the layout of the bytes. If
+is scaled by its largest magnitude. `architecture.nf4_layout` defines the layout of the bytes. If
 rows are multiples of the block, codes and scales are those of bitsandbytes.
 
 Legend: D in, F out, P bytes of a row, K blocks of a row.
@@ -128,7 +128,7 @@ CompileFunction = Callable[
     [str, Callable[..., Any], Callable[..., Any], Callable[[torch.device], Sequence[Any]]],
     Callable[..., Any],
 ]
-"""Chooser between a function and its compiled form (`numerics.FunctionCompiler`)."""
+"""Chooser between a function and its compiled form (`numerics.function_compiler`)."""
 
 _fused_unpack: dict[tuple[str, torch.dtype], Callable[..., Tensor]] = {}
 """Compiled dequantisations of this process by type of device and dtype."""

@@ -105,6 +105,22 @@ def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule
     return left.t() @ right
 
 
+class LayerReference(NamedTuple):
+    """A layer as far as its weight's gradient needs it; holds no copy of the weight."""
+
+    rule: ProductRule
+    weight: nn.Parameter
+
+
+class Operands(NamedTuple):
+    """Operands of a layer's product beside its input, in the input's precision."""
+
+    matrix: Tensor
+    """Weight, in its own orientation. Its gradient is the parameter's."""
+    bias: Tensor | None
+    layer: LayerReference
+
+
 class DeferredProduct(NamedTuple):
     """Factors of a weight's gradient."""
 

@@ -11,9 +11,12 @@ The kernels sum over the columns of a row-major left and the rows of a column-ma
 | 1 x 32, 32 x 1 | `BlockWise1x32` twice | E8M0 bytes, ordered by `arrange_scales` |
 | 1 x 16, 16 x 16 in two levels | `BlockWise1x16`, `TensorWise` | E4M3 bytes, as above; fp32 |
 | row, column of an expert | `scaled_grouped_mm` with `RowWise` | fp32, `[M]` and `[E, N]` |
+| 1 x 32, 32 x 1 of an expert | the same with `BlockWise1x32` | E8M0 bytes; see `_spread_rows` |
+| 1 x 128, 128 x 128 of an expert | `scaled_mm` per expert | as for one matrix |
 
 Sources: documentation of `torch.nn.functional.scaled_mm` and the checks of its operator; cuBLAS
-documentation, "Block scaling factors layout".
+documentation, "Block scaling factors layout"; MSLK's `mx8mx8bf16_grouped_mm`, the kernel behind
+`scaled_grouped_mm` with blocks.
 
 Legend: M rows, K summed dim, N columns, E experts.
 """
@@ -37,6 +40,8 @@ SUMMED_MULTIPLE_OF_4BIT = 32
 _TILE_ROWS = 128
 _TILE_COLUMNS = 4
 """Scales of a tile of cuBLAS."""
+_SCALE_ROW_MULTIPLE = 4
+"""cuBLAS reads columns of fp32 scales that begin at multiples of 16 bytes."""
 _E8M0_EXPONENTS = 254
 """Sum of the exponent bits of a power of two and of its inverse."""
 _E4M3_OF_E2M1 = 12
@@ -69,7 +74,10 @@ def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Ten
     left_scales = 1.0 / left.multipliers
     right_scales = 1.0 / right.multipliers
     if left.scaling.columns is not None:
-        return _multiply_blocks(codes_MK, codes_KN, left_scales, right_scales, right, dtype)
+        is_square = right.scaling.columns != 1
+        return _multiply_blocks(
+            codes_MK, codes_KN, left_scales, right_scales, dtype, is_square=is_square
+        )
     if left_scales.numel() == right_scales.numel() == 1:
         kind = ScalingType.TensorWise
         left_scales, right_scales = left_scales.view(1), right_scales.view(1)
@@ -93,28 +101,56 @@ def multiply_experts_on_device(
     """Multiply each row by its expert's matrix, `[M, N]`, in `dtype`.
 
     Args:
-        left: rows, sorted by expert, with one scale each.
-        right: the experts' matrices below each other, with scales per row or per column of each
-            matrix, or one per matrix.
-        counts_E: rows of each expert.
+        left: rows, sorted by expert, with one scale each, or one per block of a row.
+        right: the experts' matrices below each other, with scales per row, per column or per block
+            of each matrix, or one per matrix.
+        counts_E: rows of each expert. The host reads them only for blocks of 128.
         is_transposed: multiply by the transposed matrices.
     """
     num_experts = counts_E.shape[0]
     codes_ERC = right.codes.unflatten(0, (num_experts, -1))
     codes_EKN = codes_ERC.mT if is_transposed else codes_ERC.mT.contiguous().mT
-    num_rows = left.codes.shape[0]
+    codes_MK = left.codes.contiguous()
+    num_rows = codes_MK.shape[0]
     num_columns = codes_EKN.shape[2]
     if num_rows == 0:
-        return left.codes.new_empty((0, num_columns), dtype=dtype)
-    # Scales per output column: one per expert and row of a transposed matrix, or per column.
-    scales_EN = (1.0 / right.multipliers).reshape(num_experts, -1)
+        return codes_MK.new_empty((0, num_columns), dtype=dtype)
+    if left.scaling.columns is not None:
+        multipliers_ERC = right.multipliers.unflatten(0, (num_experts, -1))
+        # In the order of the kernel: of output columns, then of blocks of the summed dim.
+        multipliers_ENK = multipliers_ERC if is_transposed else multipliers_ERC.mT
+        if left.scaling.scale_format == "fp32":
+            product: Tensor = _multiply_blocks_by_expert(
+                codes_MK, codes_EKN, 1.0 / left.multipliers, 1.0 / multipliers_ENK, counts_E, dtype
+            )
+            return product
+        kind = ScalingType.BlockWise1x32
+        order = SwizzleType.SWIZZLE_32_4_4
+        left_scales = _spread_rows(_compute_e8m0_scales(left.multipliers), counts_E)
+        right_scales = _compute_e8m0_scales(multipliers_ENK).view(torch.uint8)
+        right_scales = F.pad(right_scales, (0, 0, 0, -num_columns % _TILE_ROWS)).flatten(0, 1)
+        scales = (
+            arrange_scales(left_scales).view(left_scales.shape[0], -1),
+            arrange_scales(right_scales.view(torch.float8_e8m0fnu)).view(num_experts, -1),
+        )
+    else:
+        kind = ScalingType.RowWise
+        order = SwizzleType.NO_SWIZZLE
+        # Scales per output column: one per expert and row of a transposed matrix, or per column.
+        scales_EN = (1.0 / right.multipliers).reshape(num_experts, -1)
+        scales = (
+            (1.0 / left.multipliers).reshape(num_rows),
+            scales_EN.expand(num_experts, num_columns).contiguous(),
+        )
     product_MN: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
-        left.codes.contiguous(),
+        codes_MK,
         codes_EKN,
-        (1.0 / left.multipliers).reshape(num_rows),
-        ScalingType.RowWise,
-        scales_EN.expand(num_experts, num_columns).contiguous(),
-        ScalingType.RowWise,
+        scales[0],
+        kind,
+        scales[1],
+        kind,
+        swizzle_a=order,
+        swizzle_b=order,
         offs=counts_E.cumsum(0).to(torch.int32),
         output_dtype=dtype,
     )
@@ -181,20 +217,21 @@ def _multiply_blocks(
     codes_KN: Tensor,
     left_scales: Tensor,
     right_scales: Tensor,
-    right: QuantisedMatrix,
     dtype: torch.dtype,
+    *,
+    is_square: bool,
 ) -> Tensor:
-    """Multiply blocks of 1 x 128 by blocks of 128 x 128 or 128 x 1.
+    """Multiply blocks of 1 x 128 by blocks of 128 x 128 (`is_square`) or 128 x 1.
 
     Scales are column-major. Those of 128 x 128, `[K / 128, N / 128]`, have rows of zeros up to a
     multiple of 4.
     """
-    if right.scaling.columns == 1:
-        kind = ScalingType.BlockWise1x128
-        right_scales = right_scales.contiguous().t()
-    else:
+    if is_square:
         kind = ScalingType.BlockWise128x128
         right_scales = F.pad(right_scales.t(), (0, -right_scales.shape[0] % 4)).contiguous().t()
+    else:
+        kind = ScalingType.BlockWise1x128
+        right_scales = right_scales.contiguous().t()
     return F.scaled_mm(
         codes_MK,
         codes_KN,
@@ -204,6 +241,72 @@ def _multiply_blocks(
         kind,
         output_dtype=dtype,
     )
+
+
+@torch.library.custom_op("shardwright::scaled_product_by_expert", mutates_args=())
+def _multiply_blocks_by_expert(
+    codes_MK: torch.Tensor,
+    codes_EKN: torch.Tensor,
+    left_scales: torch.Tensor,
+    right_scales: torch.Tensor,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply blocks of 1 x 128 by each expert's blocks of 128 x 128, `[M, N]`.
+
+    torch has no grouped kernel for them: each expert is a product of its own, and the host reads
+    the counts. `right_scales` are `[E, N / 128, K / 128]`.
+    """
+    sizes = counts.tolist()
+    product_MN = codes_MK.new_empty((codes_MK.shape[0], codes_EKN.shape[2]), dtype=dtype)
+    for codes, scales, matrix, matrix_scales, out in zip(
+        codes_MK.split(sizes),
+        left_scales.split(sizes),
+        codes_EKN,
+        right_scales,
+        product_MN.split(sizes),
+        strict=True,
+    ):
+        num_rows = codes.shape[0]
+        if num_rows == 0:
+            continue
+        padding = (0, 0, 0, -num_rows % _SCALE_ROW_MULTIPLE)
+        padded = F.pad(codes.view(torch.uint8), padding).view(codes.dtype)
+        product = _multiply_blocks(
+            padded, matrix, F.pad(scales, padding), matrix_scales.t(), dtype, is_square=True
+        )
+        out.copy_(product[:num_rows])
+    return product_MN
+
+
+@_multiply_blocks_by_expert.register_fake
+def _fake_multiply_blocks_by_expert(
+    codes_MK: Tensor,
+    codes_EKN: Tensor,
+    left_scales: Tensor,
+    right_scales: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes_MK.new_empty((codes_MK.shape[0], codes_EKN.shape[2]), dtype=dtype)
+
+
+def _spread_rows(scales: Tensor, counts_E: Tensor) -> Tensor:
+    """Move the rows of each expert to whole tiles of their own; zero bytes fill the tiles.
+
+    The number of rows does not depend on the counts, so that the host need not read them.
+    """
+    num_rows, num_blocks = scales.shape
+    ends_E = counts_E.cumsum(0)
+    sizes_E = (counts_E + _TILE_ROWS - 1) // _TILE_ROWS * _TILE_ROWS
+    shifts_E = (sizes_E.cumsum(0) - sizes_E) - (ends_E - counts_E)
+    rows_M = torch.arange(num_rows, device=scales.device, dtype=ends_E.dtype)
+    rows_M = rows_M + shifts_E[torch.searchsorted(ends_E, rows_M, right=True)]
+    num_tiles = (num_rows + counts_E.shape[0] * (_TILE_ROWS - 1)) // _TILE_ROWS
+    spread = torch.zeros(
+        (num_tiles * _TILE_ROWS, num_blocks), dtype=torch.uint8, device=scales.device
+    )
+    return spread.index_copy(0, rows_M, scales.view(torch.uint8)).view(scales.dtype)
 
 
 def _compute_e8m0_scales(multipliers: Tensor) -> Tensor:

@@ -104,6 +104,9 @@ class ScaledProducts:
     is_emulated: bool = True
     """True multiplies dequantised operands; False calls the device's kernels."""
     totals: RoundingTotals | None = None
+    gathered: QuantisedMatrix | None = None
+    """The weight, if its codes are gathered over data ranks; matrices of experts below each other.
+    Those of a rank's shard are counted in `totals` where they are quantised."""
     key: Tensor = field(init=False, repr=False)
     """Key of these products in `_counted_products`, an int64 scalar in host memory."""
 
@@ -170,6 +173,8 @@ class ScaledProducts:
         Args:
             num_matrices: Matrices stacked along the rows, each quantised by itself.
         """
+        if self.gathered is not None and dims == _W:
+            return self.gathered
         maxima = None
         widest = get_widest_blocks(scaling)
         blocks = dict(zip(dims, (widest.rows, widest.columns), strict=True))

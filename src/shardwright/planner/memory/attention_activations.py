@@ -112,7 +112,10 @@ def compute_attention_bytes(
     if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "all_gather":
         saved += tensors.ring_outputs * queries * size
     if shape.qk_norm is not None:
-        saved += (queries + keys) * size
+        # Sharded over tensor-parallel ranks, a norm of all heads saves its input in fp32, and that
+        # times the scale.
+        is_sharded = shape.qk_norm == "full" and tp > 1 and candidate.engine.has_ordered_frees
+        saved += (queries + keys) * (2 * max(size, 4) if is_sharded else size)
     matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
     saved *= tokens
     matmul_results *= tokens

@@ -26,6 +26,8 @@ gradient, s gradients of scores if attention is not fused. `beside`: allocated d
     projections     2 n           -q - 2 k                     their common input
 
 If sequence parallelism gathers a branch's output gradient, n is added beside its first product. If
+products overlap with communication, `_gather_products` describes those that share an input; tokens
+are sorted by chunk, which takes a copy of each narrow tensor. If
 the gradients of weights are deferred, products leave their inputs and the gradients of their
 outputs, except those of experts.
 """
@@ -35,6 +37,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 
 _NUM_FP32_NORM_TENSORS = 4
 """Number of fp32 tensors of the stream's width in a norm's backward pass without a fused
@@ -89,6 +93,8 @@ class BlockTensorBytes:
     """True if the block's forward pass is repeated before its backward pass."""
     is_exchanged: bool
     """True if rows are sent to experts of other ranks."""
+    is_pipelined: bool
+    """True if products of dense layers overlap with tensor-parallel communication."""
     is_deferred: bool
     """True if the gradients of weights are computed later (schedules with split backward)."""
     is_adapted: bool
@@ -171,7 +177,7 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield after_branch
     yield from _list_expert_operations(block) if block.routed else _list_inner_operations(block)
     yield _Operation(0.0, (deferred - 1.0) * branch_gradient)
-    if block.should_gather_gradient:
+    if block.should_gather_gradient and (block.routed or not block.is_pipelined):
         yield _Operation(stream, stream - block.gathered)  # reduced and scattered
     yield _Operation(block.norm_gradient, -stream)
     yield _Operation(stream, (deferred * (gathered_gradient == 0.0) - 1.0) * stream)
@@ -179,7 +185,7 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield after_branch
     is_explicit = block.scores > 0.0
     yield _Operation(
-        gathered_gradient + (1.0 + block.is_adapted) * block.queries,
+        gathered_gradient + (1.0 + block.is_adapted + _count_sorted(block)) * block.queries,
         deferred * gathered_gradient
         + block.queries * (deferred if is_explicit else 1.0)
         + (deferred - 1.0) * branch_gradient,
@@ -189,6 +195,9 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     # Explicit products have freed the values, and have their gradient, before those of scores.
     beside = block.scores if is_explicit else projected
     yield _Operation(beside, (deferred - 2.0) * block.queries)
+    if block.is_pipelined:
+        yield _gather_products(block, projected, block.elements.projections)
+        return
     yield _Operation(
         2.0 * block.gathered,
         deferred * block.gathered - (1.0 - deferred) * projected,
@@ -203,10 +212,15 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     deferred = 1.0 if block.is_deferred else 0.0
     gathered_gradient = width if block.should_gather_gradient else 0.0
     yield _Operation(
-        gathered_gradient + (1.0 + block.is_adapted) * inner,
+        gathered_gradient + (1.0 + block.is_adapted + _count_sorted(block)) * inner,
         deferred * (gathered_gradient + inner),
         block.elements.down,
     )
+    if block.is_pipelined:
+        num_gates = 1.0 if block.is_gated else 0.0
+        yield _Operation((1.0 + num_gates * (1.0 if block.is_gate_fused else 2.0)) * inner, -inner)
+        yield _gather_products(block, (1.0 + num_gates) * inner, block.elements.up)
+        return
     if not block.is_gated:
         yield _Operation(inner, -inner)
         yield _Operation(width, deferred * (inner + width) - inner, block.elements.up)
@@ -214,6 +228,25 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(width, width - (1.0 - deferred) * inner, block.elements.up / 2)
     yield _Operation(2.0 * width, (deferred - 1.0) * (inner + width), block.elements.up / 2)
+
+
+def _count_sorted(block: BlockTensorBytes) -> float:
+    """Count the copies of a product's input gradient, or input, in the order of chunks."""
+    return float(block.is_pipelined and block.should_gather_gradient)
+
+
+def _gather_products(block: BlockTensorBytes, outputs: float, elements: float) -> _Operation:
+    """Build the operation of products that share an input, `outputs` bytes wide together.
+
+    The gradient of the input is summed over the ranks beside those of the weights. It ends as the
+    residual stream's gradient.
+    """
+    width = block.gathered
+    if not block.should_gather_gradient:
+        return _Operation(2.0 * width, width if block.is_deferred else -outputs, elements)
+    product = width / MAX_TENSOR_CHUNKS
+    freed = 0.0 if block.is_deferred else width + outputs
+    return _Operation(outputs + width + product + block.stream, block.stream - freed, elements)
 
 
 def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:

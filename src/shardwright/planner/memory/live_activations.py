@@ -45,6 +45,9 @@ class LiveActivations(NamedTuple):
     backward_moments: tuple[tuple[float, float], ...]
     """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
     pass adds."""
+    returning_moments: tuple[tuple[int, float], ...] = ()
+    """Of offloaded layers that differ: layers that have not finished their backward pass, and bytes
+    of the one that computes beside the one that returns."""
 
     @property
     def bytes_per_pass(self) -> float:
@@ -72,18 +75,29 @@ class LiveActivations(NamedTuple):
             + self.message_bytes
         )
 
-    def compute_bytes_in_backward(self, in_flight: float, num_returning: int) -> float:
-        """Compute the bytes on the device during the backward pass of a layer of the first of
-        `in_flight` passes, whose later layers are freed, while `num_returning` earlier ones return.
+    def list_last_backward_passes(self, in_flight: float) -> list[tuple[int, float]]:
+        """List the backward passes of the last layers of the first of `in_flight` passes, whose
+        later layers are freed: layers that have not finished, and bytes on the device.
+
+        Of offloaded layers, the one that computes and the one whose saved tensors return.
         """
+        added = self.recomputed_bytes + self.gradient_bytes
+        num_others = max(0.0, in_flight - 1.0)
         if not self.is_offloaded:
-            return self.largest_layer_bytes + self.compute_saved_bytes(max(0.0, in_flight - 1.0))
-        num_layers = min(
-            self.max_resident_layers - (1 - num_returning) * self.can_return,
-            in_flight * self.num_layers,
-        )
-        others = self._replace(layer_bytes=0.0).compute_saved_bytes(max(0.0, in_flight - 1.0))
-        return num_layers * self.largest_layer_bytes + others
+            return [(1, self.largest_layer_bytes + self.compute_saved_bytes(num_others) + added)]
+        others = self._replace(layer_bytes=0.0).compute_saved_bytes(num_others)
+        if self.returning_moments:
+            return [(pending, num_bytes + others) for pending, num_bytes in self.returning_moments]
+        found = []
+        for num_returning in range(1 + self.can_return):
+            num_layers = min(
+                self.max_resident_layers - (1 - num_returning) * self.can_return,
+                in_flight * self.num_layers,
+            )
+            found.append(
+                (1 + num_returning, num_layers * self.largest_layer_bytes + others + added)
+            )
+        return found
 
     def compute_bytes_while_deferring(self, load: StageLoad, passes: tuple[float, float]) -> float:
         """Compute the bytes during the backward pass of a stage's first layer, when its other
@@ -157,8 +171,12 @@ def compute_live_activations(
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
-    if is_ordered and len(kinds) > 1 and candidate.activation_offload == "none":
+    returning: tuple[tuple[int, float], ...] = ()
+    if is_ordered and len(kinds) > 1:
         moments = _list_backward_moments(facts, kinds, load)
+        if candidate.activation_offload != "none":
+            moments = moments[:1]  # of the last layer; of the others few tensors are on the device
+            returning = _list_returning_moments(facts, kinds, load)
     if candidate.recompute == "mixed" and candidate.activation_offload == "none":
         # The layer with the largest saved tensors is not the one that recomputes most.
         layer = max((layer for _, layer in kinds), key=lambda layer: layer.total_bytes)
@@ -180,21 +198,15 @@ def compute_live_activations(
         deferring,
         deferred,
         moments,
+        returning,
     )
 
 
 def _list_backward_moments(
     facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
 ) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward.
-
-    A stage that does not have all layers has those that save more at its end.
-    """
-    layers = {kind.slot: layer for kind, layer in kinds}
-    slots = list(facts.slot_of_layer)
-    if sum(load.layers) < len(slots):
-        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
-        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
+    """List the moments in which each kind of layer is the first of its kind to run backward."""
+    layers, slots = _order_layers(facts, kinds, load)
     moments: dict[int, tuple[float, float]] = {}
     freed = 0.0
     for slot in reversed(slots):
@@ -202,3 +214,30 @@ def _list_backward_moments(
         moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
         freed += layer.saved_bytes
     return tuple(moments.values())
+
+
+def _list_returning_moments(
+    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
+) -> tuple[tuple[int, float], ...]:
+    """List `LiveActivations.returning_moments`: of each pair of kinds, the last one that computes
+    and returns, because most gradients exist by then."""
+    layers, slots = _order_layers(facts, kinds, load)
+    moments: dict[tuple[int | None, int], tuple[int, float]] = {}
+    for index, slot in enumerate(slots):
+        previous = slots[index - 1] if index else None
+        returning = layers[previous].saved_bytes if previous is not None else 0.0
+        moments.setdefault((previous, slot), (index + 1, layers[slot].total_bytes + returning))
+    return tuple(moments.values())
+
+
+def _order_layers(
+    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
+) -> tuple[dict[int, LayerActivations], list[int]]:
+    """Return the layers by kind, and the kind of each in order. A stage that does not have all
+    layers has those that save more at its end."""
+    layers = {kind.slot: layer for kind, layer in kinds}
+    slots = list(facts.slot_of_layer)
+    if sum(load.layers) < len(slots):
+        ascending = sorted(layers, key=lambda slot: layers[slot].saved_bytes)
+        slots = [slot for slot in ascending for _ in range(load.layers[slot])]
+    return layers, slots

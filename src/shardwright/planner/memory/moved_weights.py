@@ -86,16 +86,7 @@ def get_moved_bytes(candidate: Candidate) -> float:
 def count_updated_blocks(candidate: Candidate, moved: MovedWeights) -> tuple[float, float]:
     """Return the blocks whose weights, and whose gradients, are on the device in the update.
 
-    They are those of the bucket of moments, the next block, and the weights of the last bucket,
-    which are being written. A bucket begins anywhere in a block.
+    They are those of the block that is updated, the next one, and the weights of the last one,
+    which are being written. No bucket of moments has parts of two blocks.
     """
-    if not moved.block_gradients:
-        return 0.0, 0.0
-    elements = moved.block_weights / get_moved_bytes(candidate)
-    state_bytes = elements * candidate.engine.get_optimizer_bytes(
-        candidate.optimizer, candidate.master_bytes
-    )
-    if candidate.offload_buffer_bytes <= state_bytes:
-        return 3.0, 3.0
-    num_in_bucket = ceil(candidate.offload_buffer_bytes / state_bytes) + 1
-    return 2.0 * num_in_bucket + 1.0, num_in_bucket + 1.0
+    return (3.0, 2.0) if moved.block_gradients else (0.0, 0.0)

@@ -131,12 +131,14 @@ def compute_persistent_memory(
             local=trained.local - trained.movable, sharded=trained.sharded - trained.movable_sharded
         )
     unreduced = trained if candidate.has_offloaded_shards else resident
-    gradients = (unreduced.local if is_unsharded else resident.sharded) * engine.get_gradient_bytes(
-        master
-    )
+    accumulated = trained if candidate.has_resident_sums else resident
+    gradient_bytes = engine.get_gradient_bytes(master)
+    gradients = (unreduced.local if is_unsharded else accumulated.sharded) * gradient_bytes
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
     reduced = resident.sharded * master if has_separate_shard else 0.0
     updated = reduced or gradients
+    if candidate.has_resident_sums:
+        updated = resident.sharded * gradient_bytes
     optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
         trained.local if stage == 0 else trained.sharded
     )
@@ -279,16 +281,22 @@ def compute_gathered_bytes(
         group_elements = count_group_elements(
             facts, candidate, load, should_skip_moved=not has_shards
         )
+        by_layer = facts.count_elements(layout).layers
+        largest = max(
+            (layer for layer, count in zip(by_layer, load.layers, strict=True) if count),
+            default=ParameterElements(),
+        )
         if layout.zero_stage < 3:  # the root's stay gathered
             root_bytes = count_root_elements(facts, candidate, load) * size
-        gathered = groups * group_elements * size + root_bytes
+        gathered = groups * group_elements * candidate.get_gather_bytes(largest) + root_bytes
         return is_moved * dequantised_bytes + max(
             gathered, engine.count_live_elements(parameters.local) * size
         )
     if not engine.has_master_weights:
         return 0.0
     if candidate.is_sharded:
-        return (parameters.local - is_moved * parameters.movable) * size
+        elements = parameters.local - is_moved * parameters.movable
+        return elements * candidate.get_gather_bytes(parameters)
     if not _has_casts(candidate):
         return 0.0
     # Casts are saved for the backward pass with the activations of their layer, once per

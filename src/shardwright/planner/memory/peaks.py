@@ -55,8 +55,8 @@ def predict_memory(
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
         *(
-            _compute_backward_peak(facts, candidate, load, persistent, live, num_returning)
-            for num_returning in range(1 + (live.is_offloaded and live.can_return))
+            _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
+            for moment in live.list_last_backward_passes(load.num_in_flight)
         ),
         _compute_update_peak(candidate, persistent),
     )
@@ -128,15 +128,21 @@ def _compute_loss_peak(
     is_accumulated = candidate.gradient_accumulation_steps > 1
     # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
     # after the loss is the last one again, but in a pipeline another one. FSDP2 gathers a block
-    # ahead, so one more gradient has returned. At stage 1 none return: whole ones never left.
+    # ahead, so one more gradient has returned. At stage 1, and beside replicas, none return: whole
+    # ones, or sums, never left.
     has_shards = candidate.has_offloaded_shards
-    is_returning = is_accumulated and not (has_shards and layout.zero_stage == 1)
+    is_returning = is_accumulated and not (
+        candidate.has_resident_sums or (has_shards and layout.zero_stage == 1)
+    )
     at_loss = (1.0 + (layout.pp > 1), float(is_returning))
     in_backward = (2.0, (2.0 + has_shards) * is_returning)
     beside_leaving = (2.0, in_backward[1] + 1.0)
     quantisation = count_quantisation_temporary_bytes(facts, candidate)
-    moments = [(saved, logits, load.has_head, 0.0, at_loss)]
     saved_in_head = saved
+    if live.is_offloaded and live.can_return and layout.pp == 1:
+        # The layer before the last one has left, and returns when the backward pass begins.
+        saved_in_head -= live.largest_layer_bytes
+    moments = [(saved_in_head, logits, load.has_head, 0.0, at_loss)]
     if candidate.engine.has_ordered_frees and load.has_head:
         saved -= live.head_bytes  # the last norm's input, freed before the layers' backward pass
         if gradients and not candidate.is_sharded and not facts.shape.tied_embeddings:
@@ -232,15 +238,16 @@ def _compute_backward_peak(
     load: StageLoad,
     persistent: PersistentMemory,
     live: LiveActivations,
-    num_returning: int = 0,
+    num_layers: int,
+    activation_bytes: float,
 ) -> MemoryParts:
     """Return memory at the end of the last steady-state backward pass: one pass less in flight,
     the embedding's gradient in progress.
 
-    `num_returning` is 1 for the second layer, during which the offloaded activations of the
-    first one return, 0 for the first layer.
+    `num_layers` have not finished; beyond the first one, the offloaded activations of another one
+    return.
     """
-    saved = live.compute_bytes_in_backward(load.num_in_flight, num_returning)
+    num_returning = min(1, num_layers - 1)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
     workspaces = compute_pending_reduction_bytes(
@@ -269,14 +276,14 @@ def _compute_backward_peak(
     )
     if candidate.adapter is None and load.has_embedding:
         gradients -= compute_pending_gradient_bytes(
-            facts, candidate, load, persistent, num_groups=1 + num_returning
+            facts, candidate, load, persistent, num_groups=num_layers
         )
     gradients += persistent.moved.compute_gradient_bytes(2.0)  # of this layer and the last one
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,
         gradients=gradients,
-        activations=saved + live.recomputed_bytes + live.gradient_bytes,
+        activations=activation_bytes,
         gathered=compute_gathered_bytes(
             facts, candidate, load, persistent.parameters, should_include_root=False
         )

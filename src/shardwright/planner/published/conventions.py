@@ -34,6 +34,12 @@ _REUSED_ACTIVATION_SHARE = 0.1
 have other sizes, and are partly in use."""
 
 
+_HOST_BYTES_PER_SECOND = 120e9
+"""Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
+updates a billion parameters, of 30 bytes each, in a quarter of a second (ZeRO-Offload, arXiv
+2101.06840, section 6)."""
+
+
 @dataclass(frozen=True)
 class FrameworkConventions(EngineModel):
     """Memory, precision and communication conventions of a training framework.
@@ -165,10 +171,22 @@ class FrameworkConventions(EngineModel):
         return 0.0
 
     def compute_offloaded_update_seconds(
-        self, update_seconds: float, num_elements: float, state_bytes: float, rate: float
+        self,
+        update_seconds: float,
+        num_elements: float,
+        state_bytes: float,
+        rate: float,
+        num_local_ranks: int,
     ) -> float:
-        """Compute the seconds with an update on the host: gradients and weights are copied."""
-        return update_seconds + num_elements * 8 / rate
+        """Compute the seconds of an update on the host (DeepSpeedCPUAdam, or torch's AdamW with
+        FSDP's CPUOffload), and of the copies of fp32 gradients and weights.
+
+        The host reads and writes each state and the fp32 weight once, reads the gradient, and
+        writes the weights in the compute precision (ZeRO-Offload, arXiv 2101.06840, section 5).
+        """
+        host_bytes = 2 * state_bytes + num_elements * (4 + 2 + 8 * self.has_master_weights)
+        host_rate = _HOST_BYTES_PER_SECOND / num_local_ranks
+        return host_bytes / host_rate + num_elements * 8 / rate
 
     def count_live_elements(self, num_elements: float) -> float:
         return min(self.max_live_elements, num_elements)

@@ -313,15 +313,21 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
         # norms, gates and the loss. One Triton kernel computes and scales both matmuls of an
         # adapter (components/_peft/lora_kernel.py); the sum with the matrix's output stays.
+        # Experts are exchanged by DeepEP (BackendConfig.enable_deepep). Recipes set
+        # `activation_checkpointing` where memory requires it, and pipelines do not reshard after
+        # the forward pass (examples/benchmark/configs).
         use_pure_bf16(
             FrameworkConventions(
                 "automodel",
                 nf4_bytes=_DOUBLE_QUANTISED_BYTES,
                 logit_bytes=4.0,
                 adapter_passes=AdapterPasses(1, 4, 5, 2),
+                has_node_dispatch=True,
             )
         ),
         zero_stage=3,
+        zero_stage_in_pipeline=2,
+        is_recompute_variable=True,
         should_replicate_adapted=True,
     ),
     "unsloth": FrameworkDefaults(

@@ -192,7 +192,10 @@ def read_published_run(row_id: str, row: Mapping[str, str]) -> PublishedRun:
         is_micro_batch_stated=micro_batch is not None,
         is_recompute_stated=row["recompute"] in ("none", "selective", "full")
         or not framework.is_recompute_variable,
-        features=(*_name_framework_features(framework_name, cluster), *_list_features(row, shape)),
+        features=(
+            *_name_framework_features(framework_name, cluster),
+            *_list_features(row, shape, framework_name),
+        ),
         assumptions=_list_assumptions(row, cluster),
     )
 
@@ -231,22 +234,27 @@ def _name_framework_features(framework_name: str, cluster: Cluster) -> tuple[str
     )
 
 
-def _list_features(row: Mapping[str, str], shape: ModelShape) -> tuple[str, ...]:
+def _list_features(
+    row: Mapping[str, str], shape: ModelShape, framework_name: str
+) -> tuple[str, ...]:
     names = [
         row["notes.kernel"],
         "async_tp" if row["notes.async_tp"] else "",
         row["notes.scaling"].lower(),
     ]
-    names.append("attention_sinks" if shape.attention_sinks else "")
+    # Transformer Engine's kernels of attention sinks, and of experts.
+    is_megatron = framework_name == "megatron-core"
+    names.append("attention_sinks" if shape.attention_sinks and is_megatron else "")
     names.append("hybrid" if is_hybrid(row["model_name"]) else "")
     names.append("latent_experts" if has_latent_experts(row["model_name"]) else "")
     names.append("power_limited" if "power limited" in row["gpu"] else "")
-    names += list_expert_features(
-        row,
-        shape,
-        find_node(row["gpu"] or DEFAULT_ACCELERATOR),
-        is_hybrid=is_hybrid(row["model_name"]),
-    )
+    if is_megatron:
+        names += list_expert_features(
+            row,
+            shape,
+            find_node(row["gpu"] or DEFAULT_ACCELERATOR),
+            is_hybrid=is_hybrid(row["model_name"]),
+        )
     return tuple(name for name in names if name)
 
 

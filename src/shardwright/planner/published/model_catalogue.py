@@ -1,7 +1,7 @@
 """Models by name: block features of families, public configurations, sizes.
 
-Models that a table's columns cannot describe (latent attention, alternating layers) are listed
-with the numbers of their public config.json, the sizes of others in `named_sizes.yaml`.
+Models that a table's columns cannot describe (latent attention, alternating layers) are in
+`public_configs.yaml`, the sizes of others in `named_sizes.yaml`.
 """
 
 from __future__ import annotations
@@ -69,135 +69,6 @@ def find_style(name: str) -> FamilyStyle:
     )
 
 
-_QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-_DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 3,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-}
-_GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 36,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "vocab_size": 201088,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
-
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {
-    r"deepseek-?v3|deepseek-?r1(?!.*distill)": _DEEPSEEK_V3,
-    r"deepseek-?v2-?lite|deepseek-?v2-16b": _DEEPSEEK_V3
-    | {
-        "num_hidden_layers": 27,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "vocab_size": 102400,
-    },
-    r"deepseek-?v2(\.5)?(?!.*lite)": _DEEPSEEK_V3
-    | {
-        "num_hidden_layers": 60,
-        "hidden_size": 5120,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "topk_group": 3,
-        "first_k_dense_replace": 1,
-        "vocab_size": 102400,
-    },
-    r"kimi-?k2": _DEEPSEEK_V3
-    | {
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "n_routed_experts": 384,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.827,
-        "vocab_size": 163840,
-        "max_position_embeddings": 131072,
-    },
-    r"qwen3-?30b-?a3b": _QWEN3_MOE,
-    r"qwen3-?235b": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_attention_heads": 64,
-    },
-    r"gpt-?oss-?120b": _GPT_OSS,
-    r"gpt-?oss-?20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
-    r"llama-?4-?maverick": _QWEN3_MOE
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 16384,
-        "moe_intermediate_size": 8192,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "num_experts_per_tok": 1,
-        "decoder_sparse_step": 2,
-        "vocab_size": 202048,
-    },
-}
-"""config.json of models that columns cannot describe. Llama 4 is expressed as qwen3_moe; its
-shared experts are added below."""
-
 SHARED_EXPERT_WIDTHS = {r"llama-?4": 8192}
 """Width of shared experts that a config above has no key for."""
 
@@ -212,10 +83,19 @@ _SIZE_PATTERN = r"(?<![\dx.a-z])\d+(?:\.\d+)? ?[bm](?![a-z0-9]|[ -]*activ)"
 
 
 @cache
+def _load_table(file_name: str) -> dict[str, dict[str, Any]]:
+    text = (files("shardwright.planner.published") / file_name).read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+def load_public_configs() -> dict[str, dict[str, Any]]:
+    """Load `public_configs.yaml`: patterns of names -> config.json of the matching models."""
+    return _load_table("public_configs.yaml")
+
+
 def load_named_sizes() -> dict[str, dict[str, Any]]:
     """Load `named_sizes.yaml`: patterns of names -> sizes of the matching models."""
-    text = (files("shardwright.planner.published") / "named_sizes.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return _load_table("named_sizes.yaml")
 
 
 @cache

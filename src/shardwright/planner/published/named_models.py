@@ -21,11 +21,11 @@ from shardwright.errors import ArchitectureError
 from shardwright.planner.published.model_catalogue import (
     BILLIONS_PATTERN,
     MILLIONS_PATTERN,
-    PUBLIC_CONFIGS,
     SHARED_EXPERT_WIDTHS,
     SIZE_COLUMNS,
     find_sizes,
     find_style,
+    load_public_configs,
 )
 
 
@@ -52,9 +52,9 @@ class _HybridStandIn:
 
 
 _HYBRIDS = {
-    r"nemotron_?-?3_?-?nano": _HybridStandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
-    r"nemotron_?-?3_?-?super": _HybridStandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
-    r"nemotron_?-?3_?-?ultra": _HybridStandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
+    r"nemotron[-_ ]?v?3[-_ ]?nano": _HybridStandIn(23, 6, 2688, 54, 128, 6, 1237, 2475),
+    r"nemotron[-_ ]?v?3[-_ ]?super": _HybridStandIn(40, 8, 4096, 104, 512, 22, 448, 3584),
+    r"nemotron[-_ ]?v?3[-_ ]?ultra": _HybridStandIn(48, 12, 8192, 192, 512, 22, 853, 6827),
     r"deepseek[-_ ]?v4[-_ ]?flash": _HybridStandIn(43, 0, 4096, 96, 256, 6, 2048, 2048, 129280),
 }
 
@@ -62,7 +62,7 @@ _HYBRIDS = {
 def has_latent_experts(name: str) -> bool:
     """Return True if experts use a quarter of the model's width as input and output (LatentMoE
     of Nemotron 3 Super and Ultra)."""
-    return re.search(r"nemotron_?-?3_?-?(super|ultra)", name.lower()) is not None
+    return re.search(r"nemotron[-_ ]?v?3[-_ ]?(super|ultra)", name.lower()) is not None
 
 
 def is_hybrid(name: str) -> bool:
@@ -89,7 +89,7 @@ def build_row_shape(
         ArchitectureError: name and columns do not determine the shape.
     """
     name = re.sub(r"[\s_/]+", "-", row["model_name"].lower())
-    for pattern in PUBLIC_CONFIGS:
+    for pattern in load_public_configs():
         if re.search(pattern, name) and _is_consistent(
             row, shape := _add_shared_experts(name, _read_public_config(pattern))
         ):
@@ -107,7 +107,7 @@ def build_row_shape(
 
 @cache
 def _read_public_config(pattern: str) -> ModelShape:
-    return read_config(PUBLIC_CONFIGS[pattern])
+    return read_config(load_public_configs()[pattern])
 
 
 def _is_consistent(row: Mapping[str, str], shape: ModelShape) -> bool:

@@ -82,9 +82,13 @@ NOTE_PATTERNS: dict[str, str] = {
         rf"((?i:{_NOT_PATTERN}(?:CPU|optim\w*|param\w*|Adam|zero)[_ -]?offload\w*"
         r"|offload[_ -]?(?:optim|param)\w*|ZeRO-(?:Off|Inf)\w*))"
     ),
+    "activation_offload": (
+        rf"(?i)({_NOT_PATTERN}(?:activations?|checkpoints?|ckpt)"
+        r"[ _-](?:checkpoints?[ _-])?(?:CPU[ _-])?offload\w*)"
+    ),
     "chunked_loss": (
         r"(?i)(liger|fused[- ]linear[- ]cross|cut[- ]cross[- ]entropy"
-        r"|chunked[- ](?:cross[- ]entropy|loss|CE)\b)"
+        r"|(?:chunked|tiled)[- ](?:cross[- ]entropy|loss|logits|CE)\b)"
     ),
     "fabric": (
         r"(\bEFA\b|\d+xOmni-Path \d+Gbps|\d+x\d+Gbps IB/node"
@@ -97,6 +101,7 @@ NOTE_PATTERNS: dict[str, str] = {
     ),
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
     "expert_tensor": r"\bETP=(\d+)",
+    "dispatch": r"(?i)\b(DeepEP|HybridEP)\b",
     "routing": r"\b(tokendrop)\b",
     "without_prediction": r"(w/o MTP)",
 }

@@ -13,11 +13,7 @@ from shardwright.planner.engine_model import OptimizerKind
 from shardwright.planner.published.frameworks import FrameworkDefaults
 from shardwright.planner.published.moe_recipes import resolve_expert_parallel
 from shardwright.planner.published.row_conventions import build_conventions
-from shardwright.planner.published.row_layout import (
-    DEFAULT_ACCELERATOR,
-    read_adapter,
-    read_integer,
-)
+from shardwright.planner.published.row_layout import DEFAULT_ACCELERATOR, read_adapter, read_integer
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 """Tokens of a row if the table does not state them."""
@@ -77,6 +73,7 @@ def build_row_candidate(
         recompute=recompute,
         adapter=read_adapter(row),
         offload=_read_offload(row),
+        activation_offload="host" if row["notes.activation_offload"] else "none",
         optimizer=_read_optimizer(row["notes.optimizer"]),
         reference=_read_reference(row),
         compile=row["compile"] == "yes",

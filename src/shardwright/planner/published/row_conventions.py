@@ -52,6 +52,8 @@ def build_conventions(
         row["notes.framework"], row["source"]
     ):
         conventions = replace(conventions, gradient_bytes=2.0, reduce_bytes=2.0)
+    if row["notes.dispatch"]:
+        conventions = replace(conventions, has_node_dispatch=True)
     if conventions.name == "deepspeed" and re.search(
         _ZERO_3_OF_2021_PATTERN, row["source"].lower()
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 
 from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster, find_node, parse_cluster
@@ -59,7 +59,10 @@ def read_layout(
     tp, pp = _read_model_parallel_degrees(row, framework, shape, cluster)
     cp = read_integer(row, "cp") or 1
     data_ranks = max(1, cluster.num_gpus // (tp * pp * cp))
-    ep, _ = resolve_expert_parallel(row, read_integer(row, "ep") or 1, tp, data_ranks * cp)
+    # A dispatch kernel is of no use unless the experts are on different ranks.
+    num_dispatched = shape.experts.num_experts if row["notes.dispatch"] and shape.experts else 1
+    stated_ep = read_integer(row, "ep") or gcd(num_dispatched, data_ranks * cp)
+    ep, _ = resolve_expert_parallel(row, stated_ep, tp, data_ranks * cp)
     stated = row["zero_stage"]
     default_stage = (
         0

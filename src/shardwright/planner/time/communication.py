@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 
 from shardwright.hardware import Cluster
-from shardwright.hardware.measured_profile import CollectiveKind
+from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.rates.efficiency import Efficiency
 
@@ -65,7 +65,8 @@ class NetworkModel:
         )
         """Seconds per collective between two computations, beyond its time back to back.
         Measured; 0 if unknown."""
-        self._cache: dict[tuple[str, StridedGroup, float], float] = {}
+        self._cache: dict[tuple[str, StridedGroup, float], tuple[float, float]] = {}
+        """Seconds of a collective, and those of them in which a CPU rank's processor is idle."""
 
     def time_all_gather(self, group: StridedGroup, num_bytes: float) -> float:
         """Return seconds until every member has the whole result of `num_bytes`."""
@@ -103,17 +104,30 @@ class NetworkModel:
         """Return seconds until the next member of the group has received `num_bytes`."""
         return self._get_seconds("send", group, num_bytes)
 
+    def get_idle_share(self, kind: CollectiveKind, group: StridedGroup, num_bytes: float) -> float:
+        """Return the share of a collective in which a CPU rank's processor waits for the link, so
+        that it may compute. 0 if that was not measured."""
+        seconds, idle_seconds = self._get_times(kind, group, num_bytes)
+        return idle_seconds / seconds if seconds else 0.0
+
     def _get_seconds(self, kind: CollectiveKind, group: StridedGroup, num_bytes: float) -> float:
+        return self._get_times(kind, group, num_bytes)[0]
+
+    def _get_times(
+        self, kind: CollectiveKind, group: StridedGroup, num_bytes: float
+    ) -> tuple[float, float]:
         if group.num_ranks <= 1 or num_bytes <= 0:
-            return 0.0
+            return 0.0, 0.0
         key = (kind, group, num_bytes)
-        seconds = self._cache.get(key)
-        if seconds is None:
-            seconds = self._cache[key] = (
-                self._compute_seconds(kind, group, num_bytes) * self._get_slowdown(group)
-                + self.handoff_seconds
+        times = self._cache.get(key)
+        if times is None:
+            seconds, idle_seconds = self._compute_times(kind, group, num_bytes)
+            slowdown = self._get_slowdown(group)
+            times = self._cache[key] = (
+                seconds * slowdown + self.handoff_seconds,
+                idle_seconds * slowdown,
             )
-        return seconds
+        return times
 
     def _get_slowdown(self, group: StridedGroup) -> float:
         """Return the measured slowdown of the slowest link of a group."""
@@ -124,21 +138,24 @@ class NetworkModel:
             else self.efficiency.inter_slowdown
         )
 
-    def _compute_seconds(
+    def _compute_times(
         self, kind: CollectiveKind, group: StridedGroup, num_bytes: float
-    ) -> float:
+    ) -> tuple[float, float]:
         local = self.cluster.count_ranks_per_domain(group.num_ranks, group.stride)
-        if self.cluster.profile is not None:
-            measured = self.cluster.profile.find_collective_seconds(
-                kind, group.num_ranks, local, num_bytes
-            )
+        profile = self.cluster.profile
+        if profile is not None:
+            message = (kind, group.num_ranks, local, num_bytes)
+            measured = profile.find_collective_seconds(*message)
             if measured is not None:
-                return measured / self.efficiency.step_share
+                # In a step the processor is slower at its part, not the link.
+                processor = profile.find_processor_seconds(*message)
+                idle = 0.0 if processor is None else max(0.0, measured - processor)
+                return (measured - idle) / self.efficiency.step_share + idle, idle
         if kind == "send":
-            return self._compute_send_seconds(group, num_bytes)
+            return self._compute_send_seconds(group, num_bytes), 0.0
         if kind == "all_to_all":
-            return self._compute_all_to_all_seconds(group.num_ranks, local, num_bytes)
-        return self._compute_ring_seconds(kind, group.num_ranks, local, num_bytes)
+            return self._compute_all_to_all_seconds(group.num_ranks, local, num_bytes), 0.0
+        return self._compute_ring_seconds(kind, group.num_ranks, local, num_bytes), 0.0
 
     def _compute_send_seconds(self, group: StridedGroup, num_bytes: float) -> float:
         link = self.cluster.get_link(2, group.stride)

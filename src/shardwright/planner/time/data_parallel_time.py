@@ -102,6 +102,7 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
             gathers.first_gather_seconds,
             reductions.last_reduce_seconds,
             reductions.replica_reduce_seconds,
+            reductions.idle_share,
         )
     return compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
 
@@ -123,7 +124,7 @@ def overlap_traffic(
     """Return exposed and overlapped seconds of `traffic` in a step of `num_micro_batches`
     micro-batches with passes of this length."""
     stage = candidate.layout.zero_stage
-    share = network.efficiency.data_overlap
+    share = max(network.efficiency.data_overlap, traffic.idle_share)
     sharded = candidate.is_sharded
     gathers_each_pass = sharded and (stage == 3 or candidate.has_offloaded_shards)
     gathers_forward = num_micro_batches if gathers_each_pass else 1 if sharded else 0

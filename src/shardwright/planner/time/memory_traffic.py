@@ -6,6 +6,7 @@ size, F feed-forward width, Q and K widths of queries and of keys.
 
 from __future__ import annotations
 
+from shardwright.placement import has_whole_block_shards
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
@@ -219,13 +220,39 @@ def _count_operand_bytes(
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         num_out, num_in = compute_local_sides(product, candidate)
-        elements = shares.count_operands(product.role, rows, num_out, num_in)
+        weight_shares = _compute_quantised_shares(product, num_out, candidate, shares, facts)
+        elements = shares.count_operands(product.role, rows, num_out, num_in, weight_shares)
         num_bytes = element_bytes * count_matmul_calls(facts, kind, product, candidate)
         forward += num_bytes * elements.forward
         backward += num_bytes * elements.input_gradient
         if candidate.adapter is None:
             backward += num_bytes * elements.weight_gradient
     return forward, backward
+
+
+def _compute_quantised_shares(
+    product: Matmul,
+    num_out: float,
+    candidate: Candidate,
+    shares: ScaledShares,
+    facts: ModelFacts,
+) -> tuple[float, float]:
+    """Compute the share of a weight that a rank quantises in the forward and the backward pass.
+
+    A rank quantises its shard before a gather of codes, and stage 3 gathers in both passes. That is
+    never compiled, so with compiled blocks the share is that of as many compiled quantisations.
+    """
+    layout = candidate.layout
+    is_expert = product.sharding.startswith("expert")
+    num_shards = layout.fsdp // (layout.ep if is_expert else 1)
+    experts = facts.shape.experts
+    shape: tuple[int, ...] = (int(num_out), product.num_inputs)
+    if is_expert and experts is not None:
+        shape = (experts.num_experts // layout.ep, *shape)
+    if not (shares.gathered and candidate.is_sharded and has_whole_block_shards(shape, num_shards)):
+        return 1.0, 1.0
+    cost = shares.eager_bytes / COMPILED_BYTES if candidate.compile else 1.0
+    return cost / num_shards, (layout.zero_stage == 3) * cost / num_shards
 
 
 def compute_local_sides(product: Matmul, candidate: Candidate) -> tuple[float, float]:

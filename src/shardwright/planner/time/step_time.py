@@ -279,4 +279,5 @@ def _compute_update_seconds(
         num_elements,
         num_elements * state_bytes,
         get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
+        costs.network.cluster.gpus_per_node,
     )

@@ -27,6 +27,8 @@ from operator import add
 from typing import NamedTuple
 
 from shardwright.config.recipe import RecomputeMode
+from shardwright.layout import Layout
+from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import resolve_context_method
@@ -106,16 +108,26 @@ def compute_layer_traffic(
         facts, candidate, network, groups["cp"]
     )
     directions = []
-    for tensor, context, experts, attention in (
-        (tensor_forward, context_forward, expert, seconds.attention_forward),
+    overlap_share = _get_tensor_overlap(layout)
+    for tensor, products, context, experts, attention in (
+        (
+            tensor_forward,
+            seconds.forward - seconds.attention_forward,
+            context_forward,
+            expert,
+            seconds.attention_forward,
+        ),
         (
             tensor_backward + tensor_repeated,
+            seconds.backward - seconds.attention_backward,
             context_backward + repeats_attention * context_forward,
             expert * (1 + is_recomputed),
             seconds.attention_backward,
         ),
     ):
-        hidden_tensor = tensor * efficiency.tensor_overlap
+        hidden_tensor = max(
+            tensor * efficiency.tensor_overlap, min(tensor * overlap_share, products)
+        )
         hidden_context = (
             min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
         )
@@ -248,6 +260,14 @@ def _compute_expert_seconds(
     )
 
 
+def _get_tensor_overlap(layout: Layout) -> float:
+    """Return the share of a layer's tensor-parallel communication that may overlap with its
+    products; the first part of it does not."""
+    if layout.async_tensor_parallel == "chunked":
+        return 1.0 - 1.0 / MAX_TENSOR_CHUNKS
+    return 1.0 - 1.0 / layout.tp if layout.async_tensor_parallel == "fused" else 0.0
+
+
 def _get_expert_overlap(candidate: Candidate, network: NetworkModel) -> float:
     """Return the share of expert communication that may overlap with compute, which depends on
     whether it leaves a domain."""
@@ -263,13 +283,15 @@ class DataTraffic:
     """Seconds of the data-parallel communication of one pipeline rank. `gather_seconds` and
     `reduce_seconds` cover all its parameters once, `first_gather_seconds` and `last_reduce_seconds`
     the exposed parts: the first gather and the last reduction. `replica_reduce_seconds` is the
-    reduction of shards over dp_replicate, once per step."""
+    reduction of shards over dp_replicate, once per step. `idle_share`: share of an asynchronous
+    reduction in which a CPU rank's processor waits for the link."""
 
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     first_gather_seconds: float = 0.0
     last_reduce_seconds: float = 0.0
     replica_reduce_seconds: float = 0.0
+    idle_share: float = 0.0
 
 
 def compute_data_traffic(
@@ -283,16 +305,22 @@ def compute_data_traffic(
     one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
-    gather_size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+    layer_size = candidate.get_gather_bytes(layers)
+    end_size = candidate.get_gather_bytes(ends)
     reduce_size = candidate.reduce_bytes
     if layout.zero_stage == 0 or layout.fsdp == 1:
         all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
-        total = network.time_all_reduce(all_ranks, (layers.local + ends.local) * reduce_size)
-        buckets = max(1.0, (layers.local + ends.local) * reduce_size / layout.bucket_size_bytes)
+        num_bytes = (layers.local + ends.local) * reduce_size
+        total = network.time_all_reduce(all_ranks, num_bytes)
+        buckets = max(1.0, num_bytes / layout.bucket_size_bytes)
         total += (total > 0) * (
             buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.handoff_seconds
         )
-        return DataTraffic(reduce_seconds=total, last_reduce_seconds=total / buckets)
+        return DataTraffic(
+            reduce_seconds=total,
+            last_reduce_seconds=total / buckets,
+            idle_share=network.get_idle_share("all_reduce", all_ranks, num_bytes),
+        )
 
     def time_calls(
         elements: ParameterElements, num_calls: float, size: float, collective: str
@@ -313,12 +341,12 @@ def compute_data_traffic(
 
     num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
-        gather_seconds=time_calls(layers, num_calls_per_pass, gather_size, "all_gather")
-        + time_calls(ends, 1, gather_size, "all_gather"),
+        gather_seconds=time_calls(layers, num_calls_per_pass, layer_size, "all_gather")
+        + time_calls(ends, 1, end_size, "all_gather"),
         reduce_seconds=time_calls(layers, num_calls_per_pass, reduce_size, "reduce_scatter")
         + time_calls(ends, 1, reduce_size, "reduce_scatter"),
-        first_gather_seconds=time_calls(ends, 1, gather_size, "all_gather")
-        + time_calls(group, 1, gather_size, "all_gather"),
+        first_gather_seconds=time_calls(ends, 1, end_size, "all_gather")
+        + time_calls(group, 1, layer_size, "all_gather"),
         last_reduce_seconds=time_calls(ends, 1, reduce_size, "reduce_scatter"),
         replica_reduce_seconds=network.time_all_reduce(
             groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size

@@ -7,8 +7,7 @@ import logging
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.data.prepared_data import PreparedData
-from shardwright.data.row_documents import list_row_documents
-from shardwright.data.run_order import build_run_order
+from shardwright.data.run_order import build_run_order, list_row_documents
 from shardwright.layout import Layout
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.placement import has_micro_batch_scales

@@ -48,6 +48,7 @@ from shardwright.plans import (
     pad_to_longest_row,
     resolve_degrees,
 )
+from shardwright.training.checks.async_tensor_parallel import resolve_async_tensor_parallel
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
 from shardwright.training.checks.offload_checks import check_offload
@@ -158,6 +159,7 @@ def validate_run(
     )
     placement = place_model(shape, layout, batch.sequence_length)
     plan = complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
+    plan = resolve_async_tensor_parallel(recipe, plan)
     plan = resolve_recompute_here(recipe, plan)
     recipe = recipe.model_copy(
         update={

@@ -8,9 +8,6 @@ from shardwright.launch.devices import should_use_cuda
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 
-_OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
-"""Optimizers whose update of some parameters does not depend on others."""
-
 
 def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
     """Check that a run without adapters can have its weights in a slower tier.
@@ -46,19 +43,6 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "block's weights have left",
             "none with this schedule without adapters",
             "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
-        ),
-        (
-            layout.is_sharded and layout.dp_replicate > 1,
-            "gradients of weights that ZeRO shards over some data ranks and replicates over others "
-            "stay on the device until the end of the backward pass",
-            "none with layout.zero_stage 1 to 3 and layout.dp_replicate above 1 without adapters",
-            "Set layout.dp_replicate: 1 and a larger dp_shard, or zero_stage: 0 and dp_shard: 1",
-        ),
-        (
-            recipe.optimizer.name not in _OPTIMIZERS,
-            f"the update of {recipe.optimizer.name} needs all weights at once",
-            f"none with this optimizer; host or disk with {', '.join(_OPTIMIZERS)}",
-            "Choose one of these optimizers, or offload its states only (offload.optimizer)",
         ),
         (
             has_quantised_products,

@@ -16,7 +16,7 @@ from shardwright.planner.published.measurements import (
     read_published_run,
     read_rows,
 )
-from shardwright.planner.published.predictions import list_candidates, predict_row
+from shardwright.planner.published.predictions import list_candidates, predict_row, predict_run
 from tests.unit.planner.published.rows import OUTCOMES, ROW
 
 
@@ -250,6 +250,25 @@ def test_negated_notes_are_not_read_as_features() -> None:
         "x", extract_configuration(ROW | FINE_TUNING | {"task": "sft", "notes": notes})
     ).candidate
     assert (candidate.adapter, candidate.recompute, candidate.offload) == (None, "none", "none")
+
+
+def test_notes_describe_offloading_to_the_host_and_a_loss_in_tiles() -> None:
+    row = ROW | FINE_TUNING | {"task": "sft", "gpus": "8"}
+    resident, offloaded = (
+        read_published_run("x", extract_configuration(row | {"notes": f"DeepSpeed ZeRO-3{notes}"}))
+        for notes in ("", "; optimizer offload; activation checkpoint offload; tiled loss")
+    )
+    candidate = offloaded.candidate
+    assert (candidate.offload, candidate.activation_offload, candidate.loss_chunk_tokens) == (
+        "optimizer",
+        "host",
+        1024,
+    )
+    seconds = [predict_run(run).time.optimizer for run in (resident, offloaded)]
+    # 30 bytes of each of 13 billion parameters at 120 GB/s, and copies of fp32 gradients and
+    # weights of an eighth of them at 25 GB/s.
+    assert seconds[1] == pytest.approx(13.0 * (30 / 120 + 8 / 8 / 25), rel=0.02)
+    assert seconds[0] < 0.1
 
 
 def test_hybrid_sharding_stays_within_a_node() -> None:

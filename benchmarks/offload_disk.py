@@ -1,0 +1,160 @@
+"""Offloading's transfers beside fio's of the same bytes, and the CPU's update beside its memory.
+
+    python -m benchmarks.offload_disk --folder /scratch --out docs/benchmarks/offload-disk.json
+
+Nothing computes beside the transfers. fio and the stores take turns, round after round. The store
+of moments swaps buckets in and out as an update does; the store of weights reads or writes blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.conditions import format_rows, read_conditions
+from benchmarks.offload import measure_with_fio
+from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.state_buckets import OffloadedParameter, partition_state
+from shardwright.optim.sharded_optimizer import StateSpec
+
+_BUFFER_BYTES = 64 * 2**20
+_NUM_BUFFERS = 16
+_NUM_BYTES = _NUM_BUFFERS * _BUFFER_BYTES
+_BLOCK_BYTES = 3 * _BUFFER_BYTES
+"""About the weights of a block of Qwen2.5-1.5B in fp32."""
+
+
+def main() -> None:
+    """Measure all rounds and write the rates."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload_disk", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to use")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rounds = [measure_round(options.folder) for _ in range(options.rounds)]
+    result = {
+        "conditions": read_conditions() | {"load": os.getloadavg()},
+        "num_bytes": _NUM_BYTES,
+        "rounds": rounds,
+        "summary": {
+            name: statistics.median(item[name] for item in rounds)
+            for name in rounds[0]
+            if name.startswith("share")
+        },
+    }
+    print(json.dumps(result["summary"], indent=1))
+    if options.out is not None:
+        options.out.write_text(format_rows(result) + "\n")
+
+
+def measure_round(folder: Path) -> dict[str, Any]:
+    """Measure bytes per second of each kind of transfer, by fio and then by the stores."""
+    before = measure_with_fio(folder, _NUM_BYTES)
+    both = swap_moments(folder)
+    after = measure_with_fio(folder, _NUM_BYTES)
+    fio_both = 2 * _NUM_BYTES / statistics.mean((before["seconds"], after["seconds"]))
+    fio_read = measure_with_fio(folder, _NUM_BYTES, ("read",))["read_bytes_per_second"]
+    read, write = move_blocks(folder)
+    fio_write = measure_with_fio(folder, _NUM_BYTES, ("write",))["write_bytes_per_second"]
+    update, addition = measure_update()
+    return {
+        "fio_both": fio_both,
+        "moments_both": both,
+        "fio_read": fio_read,
+        "weights_read": read,
+        "fio_write": fio_write,
+        "weights_write": write,
+        "update": update,
+        "addition": addition,
+        "share_both": both / fio_both,
+        "share_read": read / fio_read,
+        "share_write": write / fio_write,
+        "share_update": update / addition,
+    }
+
+
+def swap_moments(folder: Path) -> float:
+    """Swap moments in and out, bucket by bucket; return bytes per second of both directions."""
+    spec = StateSpec((_NUM_BYTES // 8,), torch.float32)
+    moments = OffloadedParameter("weight", spec.shape[0], 1, {"exp_avg": spec, "exp_avg_sq": spec})
+    buckets = partition_state([moments], _BUFFER_BYTES)
+    store = DiskStore(folder, buckets.segment_bytes, buckets.max_bucket_bytes)
+    seconds = 0.0
+    for is_measured in (False, True):  # the first writes of a reserved file take longer
+        start_seconds = time.perf_counter()
+        open_swaps = []
+        for index, bucket in enumerate(buckets.buckets):
+            open_swaps.append(store.swap_in(index, bucket))
+            if len(open_swaps) == store.num_buffers:
+                swap = open_swaps.pop(0)
+                swap.parts.result()
+                store.swap_out(swap)
+        for swap in open_swaps:
+            swap.parts.result()
+            store.swap_out(swap)
+        store.view_segment(0)  # waits for the writes
+        seconds = time.perf_counter() - start_seconds if is_measured else 0.0
+    store.close()
+    return 2 * _NUM_BYTES / seconds
+
+
+def move_blocks(folder: Path) -> tuple[float, float]:
+    """Read and write blocks of weights, one transfer ahead; return bytes per second of each."""
+    device = torch.device("cpu")
+    store = DiskParameterStore(folder, _BUFFER_BYTES, device)
+    num_blocks = _NUM_BYTES // _BLOCK_BYTES
+    places = [store.add(_BLOCK_BYTES) for _ in range(num_blocks)]
+    blocks = [store.allocate(_BLOCK_BYTES).zero_() for _ in range(2)]
+
+    def move(operation: Callable[[int, torch.Tensor], Callable[[], None]]) -> float:
+        start_seconds = time.perf_counter()
+        waits = []
+        for number, place in enumerate(places):
+            waits.append(operation(place, blocks[number % 2]))
+            if number:
+                waits[number - 1]()
+        waits[-1]()
+        return num_blocks * _BLOCK_BYTES / (time.perf_counter() - start_seconds)
+
+    move(store.write)
+    rates = move(store.read), move(store.write)
+    store.close()
+    return rates
+
+
+def measure_update() -> tuple[float, float]:
+    """Return bytes per second of the fused AdamW update and of an addition in place, by turns."""
+    weights = torch.zeros(2**25, requires_grad=True)
+    weights.grad = torch.full_like(weights, 1e-3)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    first, second = torch.zeros(2, 2**26)
+    optimizer.step()
+    updates: list[float] = []
+    additions: list[float] = []
+    for _ in range(3):
+        start_seconds = time.perf_counter()
+        optimizer.step()
+        updates.append(time.perf_counter() - start_seconds)
+        start_seconds = time.perf_counter()
+        first.add_(second)
+        additions.append(time.perf_counter() - start_seconds)
+    # Weights and two moments are read and written, the gradient is read.
+    return (
+        28 * weights.numel() / statistics.median(updates),
+        12 * first.numel() / statistics.median(additions),
+    )
+
+
+if __name__ == "__main__":
+    main()

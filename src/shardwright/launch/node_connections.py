@@ -1,0 +1,205 @@
+"""Connections of the launcher to the nodes of a run.
+
+A node may connect at any time: one that comes back after a loss gets ranks in the next generation.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.config.run import NODE_TOKEN_VARIABLE
+from shardwright.errors import InputError, RankFailed
+from shardwright.launch.node_place import NodePlace
+from shardwright.launch.nodes import (
+    FIRST_WAIT_SECONDS,
+    LOSS_SECONDS,
+    LocalNode,
+    Node,
+    RemoteNode,
+    detect_loss_soon,
+    send_message,
+)
+from shardwright.launch.rank_outcome import get_exit_code
+from shardwright.version import __version__
+
+logger = logging.getLogger("shardwright")
+
+_LATE_SECONDS = 10.0
+"""Seconds that nodes which are not needed, or not any more, have to connect at the start."""
+_SILENT_SECONDS = 10.0
+"""Seconds after which the launcher says that it waits for nodes."""
+_POLL_SECONDS = 0.02
+
+
+class Nodes:
+    """Nodes of a run. Leave its context to disconnect them, which then end as this process does.
+
+    Args:
+        place: Place of this node, which is the first; None for a run on this machine only.
+        num_slots: Ranks per node.
+        run: Text that is the same on all nodes of the run; others are refused.
+        wait_seconds: Seconds to wait for a lost node.
+    """
+
+    def __init__(
+        self,
+        place: NodePlace | None = None,
+        num_slots: int = sys.maxsize,
+        run: str = "",
+        wait_seconds: float = 0.0,
+    ) -> None:
+        self.address = "127.0.0.1" if place is None else place.address
+        self.local = LocalNode(num_slots)
+        self._run = run
+        self._wait_seconds = wait_seconds
+        self._token = "" if place is None else place.token
+        self._num_others = 0 if place is None else place.num_nodes - 1
+        self._is_complete = False
+        self._remote: list[RemoteNode] = []
+        self._greeting = threading.Lock()
+        self._listener: socket.socket | None = None
+        if place is not None and self._num_others:
+            assert place.token  # an empty one would accept everybody
+            try:
+                self._listener = socket.create_server(("", place.port), backlog=place.num_nodes)
+            except OSError as error:
+                raise InputError(
+                    f"the launcher cannot listen for the other nodes: {error.strerror}",
+                    field="MASTER_PORT",
+                    got=place.port,
+                    remedy="Choose a free port",
+                ) from error
+            threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is not None and not self._is_complete:
+            # Nodes that connect a little later would wait for the launcher for minutes.
+            self._wait_for_others(_LATE_SECONDS)
+        if self._listener is not None:
+            self._listener.close()
+        text = "" if error is None else str(error)
+        for node in self._remote:
+            node.send({"finish": int(get_exit_code(error)), "text": text})
+
+    @property
+    def has_several(self) -> bool:
+        """True if ranks may run on other nodes."""
+        return self._listener is not None
+
+    def list_connected(self) -> list[Node]:
+        """List the nodes that can run ranks now, this one first, the others as the job has them."""
+        others = [node for node in self._remote if not node.is_lost]
+        return [self.local, *sorted(others, key=lambda node: node.index)]
+
+    def count_slots(self) -> int:
+        """Return how many ranks the connected nodes can run."""
+        return sum(node.num_slots for node in self.list_connected())
+
+    def wait_for_slots(
+        self, num_ranks: int, *, should_wait: bool, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Wait until the connected nodes can run so many ranks.
+
+        Raises:
+            RankFailed: They cannot, or a stop was requested.
+        """
+        limit = self._wait_seconds if self._is_complete else FIRST_WAIT_SECONDS
+        began = time.monotonic()
+        deadline = began + (limit if should_wait else 0.0)
+        is_announced = False
+        while (num_slots := self.count_slots()) < num_ranks:
+            if time.monotonic() > deadline or is_stopped():
+                names = ", ".join(node.name for node in self.list_connected())
+                raise RankFailed(
+                    f"the connected nodes ({names}) can run {num_slots} of {num_ranks} ranks; "
+                    f"no other node has connected within {limit:g} s"
+                )
+            if not is_announced and time.monotonic() > began + _SILENT_SECONDS:
+                is_announced = True
+                logger.warning(
+                    "the connected nodes can run %d of %d ranks; waiting for others up to %g s",
+                    num_slots,
+                    num_ranks,
+                    limit,
+                )
+            time.sleep(_POLL_SECONDS)
+        if not self._is_complete:
+            # Ranks get the nodes in the job's order, not in that of their start.
+            self._wait_for_others(_LATE_SECONDS)
+        self._is_complete = True
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Wait until all other nodes of the job have connected, but not longer."""
+        deadline = time.monotonic() + seconds
+        while len(self._remote) < self._num_others and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def request_stop(self, number: int) -> None:
+        """Forward a stop signal to the ranks of the other nodes."""
+        for node in self._remote:
+            node.send({"stop": number})
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Take in a node, or refuse it. A connection of anything else is closed."""
+        connection.settimeout(LOSS_SECONDS)
+        source = connection.makefile("rb")
+        try:
+            hello = json.loads(source.readline(10_000))
+            with self._greeting:
+                self._answer(hello, connection, source)
+        except (OSError, ValueError, AttributeError):
+            connection.close()
+
+    def _answer(self, hello: dict[str, Any], connection: socket.socket, source: Any) -> None:
+        if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+            send_message(connection, {"refused": f"its {NODE_TOKEN_VARIABLE} differs"})
+            connection.close()
+            return
+        expected = {"version": __version__, "run": self._run, "num_slots": self.local.num_slots}
+        index = hello.get("index")
+        name = hello.get("name")
+        reasons = [
+            f"{key} {hello.get(key)!r}, not {value!r}"
+            for key, value in expected.items()
+            if hello.get(key) != value
+        ]
+        former = [node for node in self._remote if node.index == index and not node.is_lost]
+        if not isinstance(index, int) or not isinstance(name, str):
+            reasons.append("its name or number is missing")
+        elif any(node.name != name for node in former):
+            reasons.append(f"its RANK {index} is taken by {former[0].name}")
+        if reasons:
+            send_message(connection, {"refused": ", ".join(reasons)})
+            connection.close()
+            return
+        for node in former:  # it has come back before its loss was noticed
+            node.disconnect()
+        detect_loss_soon(connection)
+        connection.settimeout(None)
+        send_message(connection, {"accepted": True})
+        assert isinstance(index, int)
+        assert isinstance(name, str)
+        node = RemoteNode(index, name, self.local.num_slots, connection, source)
+        self._remote.append(node)
