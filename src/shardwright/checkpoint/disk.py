@@ -310,11 +310,16 @@ def read_small_file(path: StoragePath, limit_bytes: int) -> bytes:
 
 
 def hash_file(
-    path: StoragePath, *, on_block: Callable[[int], None] | None = None
+    path: StoragePath,
+    *,
+    on_block: Callable[[int], None] | None = None,
+    cached_blocks: list[bytes] | None = None,
 ) -> tuple[int, str]:
     """Return size in bytes and SHA-256 of a regular file.
 
-    `on_block` receives the bytes of each block.
+    Args:
+        on_block: Receives the bytes of each block.
+        cached_blocks: Receives the blocks of an object, not of a local file; see `CachedFile`.
 
     Raises:
         CheckpointError: a link, not a regular file, or it cannot be read.
@@ -322,10 +327,11 @@ def hash_file(
     digest = hashlib.sha256()
     size = 0
     with open_regular_file(path) as file, convert_read_errors(path):
-        block = memoryview(bytearray(max(1, min(file.block_bytes, file.size_bytes))))
-        while count := file.read_into(size, block):
-            digest.update(block[:count])
-            size += count
+        for block in file.iterate_blocks():
+            digest.update(block)
+            size += len(block)
+            if cached_blocks is not None and isinstance(block, bytes):
+                cached_blocks.append(block)
             if on_block is not None:
-                on_block(count)
+                on_block(len(block))
     return size, digest.hexdigest()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from shardwright.checkpoint.disk import convert_read_errors, open_regular_file
 from shardwright.checkpoint.manifest import DTYPE_BYTES, parse_json
-from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.checkpoint.storage_path import ReadableFile, StoragePath
 from shardwright.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -50,15 +51,22 @@ def build_header(tensors: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: StoragePath) -> dict[str, HeaderEntry]:
+def read_header(path: StoragePath, file: ReadableFile | None = None) -> dict[str, HeaderEntry]:
     """Read a file's header and check it.
 
     Checks: bounded sizes, known dtypes, data without gaps or overlaps up to the end of the file.
 
+    Args:
+        path: The file, for messages; it is opened unless `file` is given.
+        file: The open file, which stays open.
+
     Raises:
         CheckpointError: the header is invalid; the message names the file and the fault.
     """
-    with open_regular_file(path) as file, convert_read_errors(path):
+    opened: AbstractContextManager[ReadableFile] = (
+        open_regular_file(path) if file is None else nullcontext(file)
+    )
+    with opened as file, convert_read_errors(path):
         prefix = file.read(0, 8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, file.size_bytes - 8):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.checkpoint.commit import (
@@ -20,7 +20,12 @@ from shardwright.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from shardwright.checkpoint.storage_path import RemotePath, StoragePath
+from shardwright.checkpoint.storage_path import (
+    CachedFile,
+    ReadableFile,
+    RemotePath,
+    StoragePath,
+)
 from shardwright.errors import CheckpointError
 
 
@@ -42,6 +47,22 @@ class RefusedCheckpoint:
         return f"{self.path.name}: {self.reason}"
 
 
+@dataclass
+class ObjectCache:
+    """Bytes of objects that this process has fetched to hash them, up to a number of bytes.
+
+    Without them loading would fetch these objects a second time. Local files are in the page cache.
+    """
+
+    free_bytes: int
+    blocks: dict[str, list[bytes]] = field(default_factory=dict)
+    """Blocks for `CachedFile` by name."""
+
+    def find(self, name: str) -> CachedFile | None:
+        """Return an object's bytes as a file; None if they are not in memory."""
+        return CachedFile(self.blocks[name]) if name in self.blocks else None
+
+
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
     """Checkpoint whose every byte was verified; `refused` are newer, damaged ones."""
@@ -49,6 +70,8 @@ class VerifiedCheckpoint:
     path: StoragePath
     manifest: Manifest
     refused: tuple[RefusedCheckpoint, ...] = ()
+    cache: ObjectCache | None = field(default=None, compare=False, repr=False)
+    """Objects in memory that loading need not read again."""
 
     @property
     def step(self) -> int:
@@ -107,24 +130,39 @@ def find_file_faults(
     names: Iterable[str],
     *,
     on_block: Callable[[int], None] | None = None,
+    cache: ObjectCache | None = None,
 ) -> list[str]:
-    """Check hashes of the named files and, if correct, headers; return the faults."""
+    """Check hashes of the named files and, if correct, headers; return the faults.
+
+    Args:
+        on_block: Receives the bytes of each block.
+        cache: Receives the bytes of objects, as far as they fit.
+    """
     faults = []
     for name in names:
+        size = manifest.files[name].size_bytes
+        fits = cache is not None and size <= cache.free_bytes
+        blocks: list[bytes] | None = [] if fits and not isinstance(folder, Path) else None
         try:
-            _, sha256 = hash_file(folder / name, on_block=on_block)
+            _, sha256 = hash_file(folder / name, on_block=on_block, cached_blocks=blocks)
+            if cache is not None and blocks is not None:
+                cache.blocks[name] = blocks
+                cache.free_bytes -= size
             if sha256 != manifest.files[name].sha256:
                 faults.append(f"{name} is damaged: its SHA-256 differs from the manifest's")
             elif name.endswith(".safetensors"):
-                faults += _find_header_faults(folder / name, manifest)
+                file = None if cache is None else cache.find(name)
+                faults += _find_header_faults(folder / name, manifest, file)
         except CheckpointError as error:
             faults.append(error.problem)
     return faults
 
 
-def _find_header_faults(path: StoragePath, manifest: Manifest) -> list[str]:
+def _find_header_faults(
+    path: StoragePath, manifest: Manifest, file: ReadableFile | None
+) -> list[str]:
     """Compare a file's header with the manifest; return the differences."""
-    stored = read_header(path)
+    stored = read_header(path, file)
     expected = {
         part.key: (name, entry.dtype, part.box)
         for name, entry in manifest.tensors.items()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.integrity import (
+    ObjectCache,
     assign_files,
     find_file_faults,
     find_folder_faults,
@@ -43,8 +44,13 @@ def list_candidates_on_all_ranks(
     return result["names"], result["lost"]
 
 
-def verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest | None, list[str]]:
+def verify_on_all_ranks(
+    ranks: RankGroup, path: StoragePath, cache: ObjectCache | None = None
+) -> tuple[Manifest | None, list[str]]:
     """Return the manifest, which the first rank reads, and the faults that any rank found.
+
+    Args:
+        cache: Receives the bytes of the objects that this rank hashes.
 
     Raises:
         CheckpointError: an object store did not answer, so nothing is known of the checkpoint.
@@ -70,7 +76,7 @@ def verify_on_all_ranks(ranks: RankGroup, path: StoragePath) -> tuple[Manifest |
     report: dict[str, Any] = {"faults": [], "unread": None}
     try:
         report["faults"] = find_file_faults(
-            path, manifest, assign_files(manifest, ranks.rank, ranks.world_size)
+            path, manifest, assign_files(manifest, ranks.rank, ranks.world_size), cache=cache
         )
     except OSError as error:  # only of a store: see `convert_read_errors`
         report["unread"] = str(error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,16 +18,14 @@ from shardwright.store_requests import open_file_system, send_request
 
 BLOCK_BYTES = 16 * 1024**2
 """Size of one write, read or hash update; the cost of its system call is negligible."""
-NUM_PARALLEL_READS = 4
-"""Blocks of an object that are fetched at the same time."""
+NUM_PARALLEL_READS = 8
+"""Blocks of an object, or ranges, that are fetched at the same time; each takes host memory."""
 
 
 class ReadableFile(ABC):
     """File open for reading; a context manager."""
 
     size_bytes: int
-    block_bytes: int = BLOCK_BYTES
-    """Number of bytes that one call of `read_into` reads at most."""
 
     @abstractmethod
     def read_into(self, position: int, data: memoryview) -> int:
@@ -34,6 +34,14 @@ class ReadableFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the file and release its descriptor or connection."""
+
+    def iterate_blocks(self) -> Iterator[bytes | memoryview]:
+        """Yield all bytes in order; the memory of a block may be used again by the next."""
+        block = memoryview(bytearray(max(1, min(BLOCK_BYTES, self.size_bytes))))
+        position = 0
+        while count := self.read_into(position, block):
+            yield block[:count]
+            position += count
 
     def read(self, position: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from byte `position`, fewer at the end of the file."""
@@ -165,28 +173,35 @@ StoragePath: TypeAlias = Path | RemotePath
 
 
 class _RemoteFile(ReadableFile):
-    """Object that is read by byte ranges: a request for each block, several at the same time."""
-
-    block_bytes = NUM_PARALLEL_READS * BLOCK_BYTES
+    """Object that is read by byte ranges: a request for each block."""
 
     def __init__(self, path: RemotePath, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._path = path
-        self._pool: ThreadPoolExecutor | None = None
 
     def read_into(self, position: int, data: memoryview) -> int:
-        end = min(position + min(len(data), self.block_bytes), self.size_bytes)
-        starts = range(position, end, BLOCK_BYTES)
-        if len(starts) > 1 and self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download")
-        fetch = map if self._pool is None else self._pool.map
-        filled = 0
-        for block in fetch(lambda start: self._fetch(start, min(start + BLOCK_BYTES, end)), starts):
-            data[filled : filled + len(block)] = block
-            filled += len(block)
-            if filled % BLOCK_BYTES:  # the last block; or the object was replaced by a shorter one
-                break
-        return filled
+        end = min(position + min(len(data), BLOCK_BYTES), self.size_bytes)
+        block = self._fetch(position, end) if end > position else b""
+        data[: len(block)] = block
+        return len(block)
+
+    def iterate_blocks(self) -> Iterator[bytes | memoryview]:
+        """Yield all bytes in order; the next blocks are on their way meanwhile."""
+        starts = iter(range(0, self.size_bytes, BLOCK_BYTES))
+        pool = ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download")
+        try:
+            pending = deque(
+                pool.submit(self._fetch, start, min(start + BLOCK_BYTES, self.size_bytes))
+                for start in islice(starts, NUM_PARALLEL_READS)
+            )
+            while pending:
+                block = pending.popleft().result()
+                if (start := next(starts, None)) is not None:
+                    end = min(start + BLOCK_BYTES, self.size_bytes)
+                    pending.append(pool.submit(self._fetch, start, end))
+                yield block
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, start: int, end: int) -> bytes:
         path = self._path
@@ -196,8 +211,30 @@ class _RemoteFile(ReadableFile):
         )
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """Do nothing: each request has its own connection."""
+
+
+class CachedFile(ReadableFile):
+    """File whose bytes are in host memory."""
+
+    def __init__(self, blocks: Sequence[bytes]) -> None:
+        """
+        Args:
+            blocks: All bytes, in blocks of `BLOCK_BYTES` of which only the last may be shorter.
+        """
+        self.size_bytes = sum(map(len, blocks))
+        self._blocks = blocks
+
+    def read_into(self, position: int, data: memoryview) -> int:
+        index, offset = divmod(position, BLOCK_BYTES)
+        if index >= len(self._blocks):
+            return 0
+        block = memoryview(self._blocks[index])[offset : offset + len(data)]
+        data[: len(block)] = block
+        return len(block)
+
+    def close(self) -> None:
+        """Do nothing: the memory belongs to the owner of the blocks."""
 
 
 def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:

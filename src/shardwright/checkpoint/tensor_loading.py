@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +22,11 @@ import torch.distributed as dist
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.header import HeaderEntry, read_header
-from shardwright.checkpoint.integrity import RefusedCheckpoint, VerifiedCheckpoint
+from shardwright.checkpoint.integrity import (
+    ObjectCache,
+    RefusedCheckpoint,
+    VerifiedCheckpoint,
+)
 from shardwright.checkpoint.local_tensors import (
     DTYPE_NAMES,
     LocalTensor,
@@ -33,11 +42,13 @@ from shardwright.checkpoint.rank_verification import (
 from shardwright.checkpoint.run_values import RunValues, parse_values, read_values_file
 from shardwright.checkpoint.storage_path import (
     BLOCK_BYTES,
+    NUM_PARALLEL_READS,
     ReadableFile,
     StoragePath,
     parse_storage_path,
 )
 from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.hardware.host_memory import read_available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +59,20 @@ _SHORT_RUN_BYTES = 64 * 1024
 
 
 def find_newest_checkpoint(
-    root: str | StoragePath, *, group: dist.ProcessGroup | None = None
+    root: str | StoragePath,
+    *,
+    group: dist.ProcessGroup | None = None,
+    should_cache: bool = False,
 ) -> VerifiedCheckpoint | None:
     """Find the newest intact checkpoint of a root, or None, the same on all ranks of `group`.
 
     The newest is the one that `latest` names; if it is damaged, the newest one before it, and a
     warning names the damaged ones. Every byte has been hashed, each file by one rank;
     `load_checkpoint` does not hash the result again.
+
+    Args:
+        should_cache: Keep the objects that this rank hashes in host memory until
+            `load_checkpoint` has used them, as far as memory allows; see `ObjectCache`.
     """
     ranks = RankGroup(group)
     root = parse_storage_path(root)
@@ -62,9 +80,10 @@ def find_newest_checkpoint(
     refused = [RefusedCheckpoint(root / name, reason) for name, reason in reasons]
     for name in names:
         path = root / name
-        manifest, faults = verify_on_all_ranks(ranks, path)
+        cache = _build_object_cache(ranks) if should_cache else None
+        manifest, faults = verify_on_all_ranks(ranks, path, cache)
         if manifest is not None and not faults:
-            checkpoint = VerifiedCheckpoint(path, manifest, tuple(refused))
+            checkpoint = VerifiedCheckpoint(path, manifest, tuple(refused), cache)
             if refused and ranks.is_first:
                 lost = "; ".join(map(str, refused))
                 logger.warning(
@@ -77,19 +96,33 @@ def find_newest_checkpoint(
     return None
 
 
+def _build_object_cache(ranks: RankGroup) -> ObjectCache:
+    """Return a store of this process's share of half of the host memory that is available."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
+    return ObjectCache((read_available_memory() or 0) // (2 * num_ranks))
+
+
 def open_checkpoint(
-    path: str | StoragePath, *, group: dist.ProcessGroup | None = None
+    path: str | StoragePath,
+    *,
+    group: dist.ProcessGroup | None = None,
+    should_cache: bool = False,
 ) -> VerifiedCheckpoint:
     """Open a checkpoint folder and verify every byte. Collective over `group`.
+
+    Args:
+        should_cache: As for `find_newest_checkpoint`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete; the message lists the faults.
     """
-    manifest, faults = verify_on_all_ranks(RankGroup(group), parse_storage_path(path))
+    ranks = RankGroup(group)
+    cache = _build_object_cache(ranks) if should_cache else None
+    manifest, faults = verify_on_all_ranks(ranks, parse_storage_path(path), cache)
     if manifest is None or faults:
         shown = "; ".join(faults[:_MAX_SHOWN_DIFFERENCES])
         raise CheckpointError(f"this checkpoint cannot be used: {shown}", field=str(path))
-    return VerifiedCheckpoint(parse_storage_path(path), manifest)
+    return VerifiedCheckpoint(parse_storage_path(path), manifest, cache=cache)
 
 
 def read_values(
@@ -156,17 +189,18 @@ def load_checkpoint(
     verified = (
         checkpoint
         if isinstance(checkpoint, VerifiedCheckpoint)
-        else open_checkpoint(checkpoint, group=group)
+        else open_checkpoint(checkpoint, group=group, should_cache=True)
     )
     values = read_values(verified, group=group)
     local_tensors = _match_tensors(ranks, verified, tensors)
     fault = None
     try:
-        with torch.no_grad(), _OpenFiles(verified.path) as files:
-            for name, tensor in local_tensors.items():
-                _fill_tensor(tensor, name, verified.manifest, files)
+        with _OpenFiles(verified) as files:
+            _fill_tensors(local_tensors, verified, files)
     except (ShardwrightError, OSError, RuntimeError) as error:
         fault = str(error)
+    if verified.cache is not None:
+        verified.cache.blocks.clear()
     faults = [
         f"rank {rank}: {fault}"
         for rank, fault in enumerate(ranks.all_gather(fault))
@@ -188,7 +222,7 @@ def read_tensor(checkpoint: VerifiedCheckpoint, name: str) -> torch.Tensor:
     """
     entry = checkpoint.manifest.tensors[name]
     tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-    with _OpenFiles(checkpoint.path) as files:
+    with _OpenFiles(checkpoint) as files:
         _fill_tensor(describe_local_tensor(name, tensor), name, checkpoint.manifest, files)
     return tensor
 
@@ -237,10 +271,12 @@ def _match_tensors(
 
 
 class _OpenFiles:
-    """Files of a checkpoint; each is opened and its header read at first use."""
+    """Files of a checkpoint; each is opened and its header read at first use, by any thread."""
 
-    def __init__(self, folder: StoragePath) -> None:
-        self._folder = folder
+    def __init__(self, checkpoint: VerifiedCheckpoint) -> None:
+        self._folder = checkpoint.path
+        self._cache = checkpoint.cache
+        self._opening = threading.Lock()
         self._open: dict[str, tuple[ReadableFile, dict[str, HeaderEntry]]] = {}
 
     def __enter__(self) -> _OpenFiles:
@@ -252,13 +288,41 @@ class _OpenFiles:
 
     def find(self, file: str, key: str) -> tuple[ReadableFile, HeaderEntry]:
         """Return the open file and the header entry of a slice."""
-        if file not in self._open:
-            entries = read_header(self._folder / file)
-            self._open[file] = (open_regular_file(self._folder / file), entries)
+        with self._opening:
+            if file not in self._open:
+                path = self._folder / file
+                cache = None if self._cache is None else self._cache.find(file)
+                with ExitStack() as opening:
+                    opened = opening.enter_context(cache or open_regular_file(path))
+                    self._open[file] = (opened, read_header(path, opened))
+                    opening.pop_all()  # it stays open
         opened, entries = self._open[file]
         if key not in entries:
             raise CheckpointError(f"{file} no longer holds {key}", field=str(self._folder))
         return opened, entries[key]
+
+
+def _fill_tensors(
+    local_tensors: Mapping[str, LocalTensor], checkpoint: VerifiedCheckpoint, files: _OpenFiles
+) -> None:
+    """Fill all tensors; of an object store several at the same time, because a request waits."""
+
+    def fill(item: tuple[str, LocalTensor]) -> None:
+        name, tensor = item
+        with torch.no_grad():  # holds for one thread
+            _fill_tensor(tensor, name, checkpoint.manifest, files)
+
+    if isinstance(checkpoint.path, Path):
+        for item in local_tensors.items():
+            fill(item)
+        return
+    with ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download") as pool:
+        try:
+            for _ in pool.map(fill, local_tensors.items()):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _fill_tensor(

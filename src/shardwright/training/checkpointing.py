@@ -380,7 +380,7 @@ def find_newest_before(root: StoragePath, step: int) -> VerifiedCheckpoint | Non
         [folder.path.name for folder in reversed(folders) if folder.step <= step]
     ):
         try:
-            return open_checkpoint(root / name, group=get_host_group())
+            return open_checkpoint(root / name, group=get_host_group(), should_cache=True)
         except CheckpointError as error:  # same on every rank
             logger.warning("%s", error)
     return None

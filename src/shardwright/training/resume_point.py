@@ -92,7 +92,7 @@ def find_resume_point(
     Raises:
         CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
     """
-    found = find_newest_checkpoint(folder.checkpoints, group=get_host_group())
+    found = find_newest_checkpoint(folder.checkpoints, group=get_host_group(), should_cache=True)
     if found is None:
         if folder.has_checkpoints:
             raise CheckpointError(

@@ -16,6 +16,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadTier
 from shardwright.errors import RecipeError
+from shardwright.hardware.host_memory import read_available_memory
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
 from shardwright.layout import ZERO_AXES, RankGrid, compute_local_boxes, compute_local_shape
@@ -35,14 +36,6 @@ from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 
 
 @dataclass
@@ -381,22 +374,3 @@ def _check_host_memory(recipe: Recipe, needed_bytes: int) -> None:
             if names
             else "Set offload.update_on: device, which needs no copies of weights and gradients",
         )
-
-
-def read_available_memory() -> int | None:
-    """Read how many bytes of host memory can be allocated; None where that is unknown.
-
-    The smaller of the machine's and the container's (cgroup).
-    """
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for limit_path, usage_path in _CGROUP_FILES:
-        try:
-            limits.append(int(Path(limit_path).read_text()) - int(Path(usage_path).read_text()))
-        except (OSError, ValueError):  # no such cgroup, or the limit is `max`
-            continue
-    return min(limits, default=None)

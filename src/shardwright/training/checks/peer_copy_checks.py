@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from shardwright.config import Recipe
 from shardwright.errors import RecipeError
+from shardwright.hardware.host_memory import read_available_memory
 from shardwright.launch.rank_environment import detect_rank_environment
 from shardwright.planner.peer_copy_costs import count_node_bytes, list_copied_parameters
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.plans import Plan
-from shardwright.training.checks.offload_checks import read_available_memory
 from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
