@@ -29,24 +29,25 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving_steps,
 )
-from tests.faults.conftest import ROOT, Run, assert_same_end
+from tests.faults.conftest import ROOT, assert_same_end, run_alone
 from tests.faults.worker import MARKS, PLAN
 from tests.network_hosts import NetworkHosts, find_obstacle
 
 HUB = "n0"
 ADDRESSES = {name: f"10.95.4.{number}" for number, name in enumerate(("n0", "n1", "n2"), start=1)}
-RANKS_PER_NODE = 2
 SLOW = {"rank": 0, "step": 0, "place": "slow", "seconds": 0.4, "signals": list[str]()}
+WITHOUT_SAVES = ("--set", "checkpoint.every_steps=null", "--set", "checkpoint.keep_best=false")
+"""No checkpoint is written before the end, so the state can only come from memory."""
 WORDS = (
     *("--layout", "dp_shard=4,zero_stage=3", "--set", "training.micro_batch_size=1"),
-    *("--set", "training.gradient_accumulation_steps=null"),
-    *("--set", "checkpoint.every_steps=null", "--set", "checkpoint.keep_best=false"),
+    *("--set", "training.gradient_accumulation_steps=null", *WITHOUT_SAVES),
 )
 PEER = (
     *("--set", "elastic.peer_copies=1", "--set", "elastic.warm_restarts=true"),
     *("--set", "elastic.max_restarts=3"),
 )
 
+# In `make test`, tests/unit/launch/test_rank_processes.py has losses of nodes without training.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
@@ -59,6 +60,7 @@ class Job:
     folder: Path
     words: tuple[str, ...] = ()
     num_nodes: int = 2
+    ranks_per_node: int = 2
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -79,7 +81,7 @@ class Job:
             temporary = self.folder / f"temporary-{name}"
             temporary.mkdir(exist_ok=True)
             words = [sys.executable, "-m", "tests.faults.run", str(self.recipe), *self.words]
-            words += ["--run-dir", str(self.run), "--nproc", str(RANKS_PER_NODE)]
+            words += ["--run-dir", str(self.run), "--nproc", str(self.ranks_per_node)]
             with open(self.folder / f"{name}.log", "ab") as log:
                 self.processes[name] = subprocess.Popen(
                     self.hosts.build_command(name, *words, "--resume-if-begun"),
@@ -150,21 +152,35 @@ def job(recipe: Path, tmp_path: Path) -> Iterator[Job]:
             process.wait()
 
 
-@pytest.fixture
-def undisturbed_four(run: Run, tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def undisturbed_four(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of four ranks on one machine without faults."""
-    done = run(*WORDS, ranks=4)
-    assert done.returncode == ExitCode.DONE, done.stderr
-    (tmp_path / "run").rename(tmp_path / "undisturbed")
-    return tmp_path / "undisturbed"
+    folder = tmp_path_factory.mktemp("undisturbed-four") / "run"
+    run_alone(recipe, folder, *WORDS, "--nproc", "4", is_forked=True)
+    return folder
 
 
 def read(run: Path, kind: type[Any]) -> list[Any]:
     return read_events(run).filter_by_type(kind)
 
 
+def test_a_node_that_comes_back_takes_its_rank_again(job: Job, undisturbed: Path) -> None:
+    """One rank on each node. The same command is started once more, as by a supervisor."""
+    job.words = (*WITHOUT_SAVES, *PEER)
+    job.ranks_per_node = 1
+    job.start("n0", "n1")
+    job.wait_for_step(4)
+    job.hosts.kill("n1")
+    job.start("n1")
+    assert job.wait() == ExitCode.DONE, job.read_logs()
+    assert job.wait("n1") == ExitCode.DONE
+    assert_same_end(job.run, undisturbed)
+    (resume,) = read(job.run, ResumeEvent)
+    assert (resume.source, resume.path) == ("memory", None)
+    assert resume.steps_lost in (0, 1)
+
+
 def test_a_spare_node_takes_the_ranks_of_a_lost_one(job: Job, undisturbed_four: Path) -> None:
-    """No checkpoint is written before the end, so the state can only come from memory."""
     job.words = (*WORDS, *PEER, "--set", "elastic.spare_nodes=1")
     job.num_nodes = 3
     job.start("n0", "n1", "n2")
@@ -181,21 +197,6 @@ def test_a_spare_node_takes_the_ranks_of_a_lost_one(job: Job, undisturbed_four: 
     assert not restart.stuck_ranks
     assert restart.reason == "rank 2: node n1 was lost, with the rank's process"
     assert not [event for event in read(job.run, WarningEvent) if "on one node" in event.message]
-
-
-def test_a_node_that_comes_back_takes_its_ranks_again(job: Job, undisturbed_four: Path) -> None:
-    """The same command is started once more, as by an operator or a supervisor."""
-    job.words = (*WORDS, *PEER)
-    job.start("n0", "n1")
-    job.wait_for_step(4)
-    job.hosts.kill("n1")
-    job.start("n1")
-    assert job.wait() == ExitCode.DONE, job.read_logs()
-    assert job.wait("n1") == ExitCode.DONE
-    assert_same_end(job.run, undisturbed_four)
-    (resume,) = read(job.run, ResumeEvent)
-    assert (resume.source, resume.path) == ("memory", None)
-    assert resume.steps_lost in (0, 1)
 
 
 def test_nodes_lost_for_good_leave_fewer_ranks_that_grow_again(job: Job) -> None:

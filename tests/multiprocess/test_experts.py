@@ -199,8 +199,8 @@ def record_order(zero_stage: Any, is_compiled: bool) -> list[str]:
         wait(work)
 
     shared = model.decoder.get_submodule("layers.1.mlp.shared_experts")
-    compute = shared.compute
-    shared.compute = lambda *arguments: _log_shared(compute(*arguments))
+    compute = shared.forward
+    shared.forward = lambda *arguments: _log_shared(compute(*arguments))
     if is_compiled:
         torch._dynamo.reset()  # graphs of earlier tests count towards torch's limit
         model.decoder.compile_blocks(backend="aot_eager", fullgraph=True)

@@ -5,6 +5,7 @@ A node may connect at any time: one that comes back after a loss gets ranks in t
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import logging
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from shardwright.config.run import NODE_TOKEN_VARIABLE
@@ -22,8 +24,8 @@ from shardwright.launch.nodes import (
     FIRST_WAIT_SECONDS,
     LOSS_SECONDS,
     LocalNode,
-    Node,
     RemoteNode,
+    RunNode,
     detect_loss_soon,
     send_message,
 )
@@ -89,6 +91,8 @@ class Nodes:
             # Nodes that connect a little later would wait for the launcher for minutes.
             self._wait_for_others(_LATE_SECONDS)
         if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
         text = "" if error is None else str(error)
         for node in self._remote:
@@ -99,7 +103,7 @@ class Nodes:
         """True if ranks may run on other nodes."""
         return self._listener is not None
 
-    def list_connected(self) -> list[Node]:
+    def list_connected(self) -> list[RunNode]:
         """List the nodes that can run ranks now, this one first, the others as the job has them."""
         others = [node for node in self._remote if not node.is_lost]
         return [self.local, *sorted(others, key=lambda node: node.index)]
@@ -144,7 +148,10 @@ class Nodes:
     def _wait_for_others(self, seconds: float) -> None:
         """Wait until all other nodes of the job have connected, but not longer."""
         deadline = time.monotonic() + seconds
-        while len(self._remote) < self._num_others and time.monotonic() < deadline:
+        while (
+            len({node.index for node in self._remote}) < self._num_others
+            and time.monotonic() < deadline
+        ):
             time.sleep(_POLL_SECONDS)
 
     def request_stop(self, number: int) -> None:
@@ -157,8 +164,11 @@ class Nodes:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in (errno.EINVAL, errno.EBADF):
+                    return  # the run has ended
+                time.sleep(_POLL_SECONDS)  # no free file descriptor, or the other side is gone
+                continue
             threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
@@ -188,6 +198,8 @@ class Nodes:
         former = [node for node in self._remote if node.index == index and not node.is_lost]
         if not isinstance(index, int) or not isinstance(name, str):
             reasons.append("its name or number is missing")
+        elif not 1 <= index <= self._num_others:
+            reasons.append(f"RANK {index} of {self._num_others + 1} nodes")
         elif any(node.name != name for node in former):
             reasons.append(f"its RANK {index} is taken by {former[0].name}")
         if reasons:
@@ -197,7 +209,6 @@ class Nodes:
         for node in former:  # it has come back before its loss was noticed
             node.disconnect()
         detect_loss_soon(connection)
-        connection.settimeout(None)
         send_message(connection, {"accepted": True})
         assert isinstance(index, int)
         assert isinstance(name, str)

@@ -38,6 +38,8 @@ from shardwright.watchdog.monitor import Watchdog, read_heartbeats
 
 _POLL_SECONDS = 0.02
 _PROGRESS_SECONDS = 0.5
+_ALIVE_SECONDS = 2.0
+"""Seconds between messages without content: the system answers for a stopped process too."""
 _EXIT_SECONDS = 5.0
 _CONNECT_SECONDS = 0.5
 _LOST_LAUNCHER = {"finish": int(ExitCode.RUN_FAILED), "text": "the launcher on node 0 was lost"}
@@ -142,6 +144,7 @@ class _NodeService:
         self._generation: _Generation | None = None
         self._stack = ExitStack()
         self._next_progress_seconds = 0.0
+        self._next_alive_seconds = 0.0
         threading.Thread(target=self._read, args=(source,), name="launcher", daemon=True).start()
 
     def __enter__(self) -> _NodeService:
@@ -232,6 +235,10 @@ class _NodeService:
 
         A process's outcome comes before its end.
         """
+        now = time.monotonic()
+        if now > self._next_alive_seconds:
+            self._next_alive_seconds = now + _ALIVE_SECONDS
+            send_message(self._connection, {"alive": True})
         ended = {
             number: status
             for number, process in self._processes.items()

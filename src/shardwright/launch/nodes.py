@@ -30,14 +30,15 @@ POOL_OPTION = "--wait-for-assignments"
 FIRST_WAIT_SECONDS = 600.0
 """Seconds that the launcher and the nodes wait for each other at the start, as torchrun does."""
 LOSS_SECONDS = 15
-"""Seconds without an answer of the other machine after which it counts as lost."""
+"""Seconds without an answer of the other machine, or without a message of a node's service, after
+which it counts as lost."""
 _MIRRORED_FILE = re.compile(r"rank-\d+\.(json|idle)")
 
 
 class RankProcess(ABC):
     """Process of a rank, or a spare, on some node."""
 
-    node: Node
+    node: RunNode
 
     @abstractmethod
     def poll(self) -> int | None:
@@ -56,7 +57,7 @@ class RankProcess(ABC):
         """Send SIGKILL."""
 
 
-class Node(ABC):
+class RunNode(ABC):
     """Machine on which up to `num_slots` ranks run."""
 
     name: str
@@ -89,7 +90,7 @@ class Node(ABC):
 class LocalProcess(RankProcess):
     """Child of this process."""
 
-    def __init__(self, node: Node, process: Popen[bytes]) -> None:
+    def __init__(self, node: RunNode, process: Popen[bytes]) -> None:
         self.node = node
         self.process = process
 
@@ -111,7 +112,7 @@ class LocalProcess(RankProcess):
         self.process.kill()
 
 
-class LocalNode(Node):
+class LocalNode(RunNode):
     """This machine."""
 
     def __init__(self, num_slots: int = sys.maxsize) -> None:
@@ -156,7 +157,7 @@ class _RemoteProcess(RankProcess):
         self._remote.send({"kill": self._number})
 
 
-class RemoteNode(Node):
+class RemoteNode(RunNode):
     """Another machine, through the connection of its service; lost with the connection."""
 
     def __init__(
@@ -212,15 +213,18 @@ class RemoteNode(Node):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self, source: Any) -> None:
-        with suppress(OSError, ValueError), self._connection, source:
-            for line in source:
-                self._handle(json.loads(line))
-        self.is_lost = True
+        try:
+            # A node that is silent for `LOSS_SECONDS` is a TimeoutError.
+            with suppress(OSError, ValueError), self._connection, source:
+                for line in source:
+                    self._handle(json.loads(line))
+        finally:
+            self.is_lost = True
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "ended" in message:
             self.statuses[message["ended"]] = message["status"]
-        elif message["generation"] != self._generation:
+        elif "generation" not in message or message["generation"] != self._generation:
             return
         elif "progress" in message:
             self._progress = {rank: (phase, step) for rank, phase, step in message["progress"]}

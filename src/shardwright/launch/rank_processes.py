@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode, LayoutError
 from shardwright.launch.node_connections import Nodes
-from shardwright.launch.nodes import Node, RankProcess
+from shardwright.launch.nodes import RankProcess, RunNode
 from shardwright.launch.rank_outcome import (
     STOP_FILE_NAME,
     get_idle_path,
@@ -73,7 +73,7 @@ class RankProcesses:
         self._num_restarts_left = num_restarts
         self._processes: dict[int, RankProcess] = {}
         """Process of each rank of the current or last generation that still runs."""
-        self._node_of_rank: dict[int, Node] = {}
+        self._node_of_rank: dict[int, RunNode] = {}
         """Node of each rank of the current or last generation."""
         self._num_ranks = 0
         """Number of ranks of the current or last generation."""
@@ -211,12 +211,12 @@ class RankProcesses:
         self._node_of_rank = {rank: process.node for rank, process in self._processes.items()}
         self._num_ranks = num_ranks
 
-    def _choose_node(self, former: Node | None) -> Node:
+    def _choose_node(self, former: RunNode | None) -> RunNode:
         """Choose the node of a rank without a process: its former one, else the first free one."""
         free = [node for node in self.nodes.list_connected() if self._count_free_slots(node) > 0]
         return former if former is not None and former in free else free[0]
 
-    def _count_free_slots(self, node: Node) -> int:
+    def _count_free_slots(self, node: RunNode) -> int:
         return node.num_slots - sum(process.node is node for process in self._processes.values())
 
     def _wait_for_ranks(
@@ -299,7 +299,7 @@ class RankProcesses:
                 node.start_process(self._module) for _ in range(num_spares - num_ready)
             ]
 
-    def _take_spare(self, node: Node) -> RankProcess | None:
+    def _take_spare(self, node: RunNode) -> RankProcess | None:
         for spare in [spare for spare in self._spares if spare.node is node]:
             self._spares.remove(spare)  # first the one that has imported the most
             if spare.poll() is None:

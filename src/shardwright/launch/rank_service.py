@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -81,26 +81,31 @@ class AssignmentReader:
         return self._assignments.get()
 
     def _read(self) -> None:
-        for line in self._source:
-            message = json.loads(line)
-            if "abort" in message:
-                self.is_aborted.set()
-                try:
-                    abort_nccl_groups()
-                except Exception as error:  # the training thread changes the groups meanwhile
-                    logger.warning("NCCL's groups could not be aborted: %s", error)
-                disconnect_from_ranks(everywhere=message.get("all", False))
-                continue
-            self.is_aborted.clear()
-            self._assignments.put(
-                Assignment(
-                    Path(message["control"]),
-                    tuple(message["arguments"]),
-                    message["environment"],
-                    None if message["log"] is None else Path(message["log"]),
-                )
+        try:
+            for line in self._source:
+                self._follow(json.loads(line))
+        finally:  # also after an error of this thread: otherwise the process waits for ever
+            self._assignments.put(None)
+
+    def _follow(self, message: dict[str, Any]) -> None:
+        """Follow one message of the launcher."""
+        if "abort" in message:
+            self.is_aborted.set()
+            try:
+                abort_nccl_groups()
+            except Exception as error:  # the training thread changes the groups meanwhile
+                logger.warning("NCCL's groups could not be aborted: %s", error)
+            disconnect_from_ranks(everywhere=message.get("all", False))
+            return
+        self.is_aborted.clear()
+        self._assignments.put(
+            Assignment(
+                Path(message["control"]),
+                tuple(message["arguments"]),
+                message["environment"],
+                None if message["log"] is None else Path(message["log"]),
             )
-        self._assignments.put(None)
+        )
 
 
 def serve_generations(train: Callable[[Sequence[str]], BaseException | None]) -> int:

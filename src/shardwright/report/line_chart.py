@@ -1,6 +1,7 @@
 """Line charts as SVG text, without library or script; CSS variables give light and dark themes.
 
-`draw_curves` draws one chart, in the style of the page around it (`PLOT_STYLE`).
+`draw_curves` draws one chart. Inline charts use the page's style; `standalone=True` includes the
+style, for a README.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ PLOT_STYLE = """
     f"text.f{i}{{fill:var(--c{i});font-weight:600}}"
     for i in range(NUM_COLOURS + 1)
 )
+
+_MARGIN_PIXELS = 12
+"""Margin in pixels left, right and below a standalone chart; pages have their own margins."""
 
 _CHARACTER_PIXELS = 7.4
 """Average advance of a semibold 12 px system font, for the layout of labels."""
@@ -98,15 +102,33 @@ class _Canvas:
     bottom: float
     x: AxisScale
     y: AxisScale
+    legend_top: float
     legend_rows: list[list[str]]
     """Names above the chart; empty if they are at the ends of the curves."""
     parts: list[str] = field(default_factory=list)
 
 
-def draw_curves(series: Sequence[Series], frame: ChartFrame = ChartFrame()) -> str:
-    """Draw a chart as SVG text. Areas are stacked in the order of `series`."""
+def draw_curves(
+    series: Sequence[Series],
+    frame: ChartFrame = ChartFrame(),
+    *,
+    title: str = "",
+    is_standalone: bool = False,
+) -> str:
+    """Draw a chart as SVG text.
+
+    Args:
+        series: curves in drawing order; areas are stacked in that order.
+        frame: size, axes, reference lines.
+        title: title above a standalone chart; an inline chart has a heading on its page.
+        is_standalone: make a complete file with style, background and namespace.
+    """
+    if is_standalone:
+        frame = replace(
+            frame, width=frame.width - 2 * _MARGIN_PIXELS, height=frame.height - _MARGIN_PIXELS
+        )
     drawn = [s for s in _stack_areas(series) if np.isfinite(s.y).any()]
-    canvas = _layout_canvas(drawn, frame)
+    canvas = _layout_canvas(drawn, frame, title if is_standalone else "")
     _draw_axes(canvas)
     _draw_marks(canvas)
     canvas.parts.append(
@@ -126,18 +148,35 @@ def draw_curves(series: Sequence[Series], frame: ChartFrame = ChartFrame()) -> s
             f'<text x="{(canvas.left + canvas.right) / 2:.0f}" '
             f'y="{frame.height / 2:.0f}" text-anchor="middle">no data</text>'
         )
-    return _wrap_svg(canvas)
+    return _wrap_svg(canvas, title, is_standalone)
 
 
-def _wrap_svg(canvas: _Canvas) -> str:
+def _wrap_svg(canvas: _Canvas, title: str, is_standalone: bool) -> str:
     frame = canvas.frame
-    description = escape(frame.description or frame.y_label, quote=True)
+    description = escape(frame.description or title or frame.y_label, quote=True)
     # The page's script uses this to convert a pointer position to an x value.
     geometry = (canvas.x.low, canvas.x.high, canvas.left, canvas.right, canvas.top, canvas.bottom)
+    margin = _MARGIN_PIXELS if is_standalone else 0
+    width = frame.width + 2 * margin
+    height = frame.height + margin
+    head = (
+        f'<svg class="plot" viewBox="{-margin} 0 {width} '
+        f'{height}" role="img" aria-label="{description}" '
+        f'data-x="{" ".join(f"{value:.10g}" for value in geometry)}"'
+    )
+    if not is_standalone:
+        return f"{head}>{''.join(canvas.parts)}</svg>"
+    background = (
+        f'<rect x="{-margin}" width="{width}" height="{height}" rx="8" style="fill:var(--paper)"/>'
+    )
+    heading = (
+        f'<text class="name" x="4" y="26" style="font-size:15px">{escape(title)}</text>'
+        if title
+        else ""
+    )
     return (
-        f'<svg class="plot" viewBox="0 0 {frame.width} {frame.height}" role="img" '
-        f'aria-label="{description}" data-x="{" ".join(f"{value:.10g}" for value in geometry)}">'
-        f"{''.join(canvas.parts)}</svg>"
+        f'{head} xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
+        f"<style>{PLOT_STYLE}</style>{background}{heading}{''.join(canvas.parts)}</svg>"
     )
 
 
@@ -153,7 +192,7 @@ def _stack_areas(series: Sequence[Series]) -> list[Series]:
     return stacked
 
 
-def _layout_canvas(visible_series: list[Series], frame: ChartFrame) -> _Canvas:
+def _layout_canvas(visible_series: list[Series], frame: ChartFrame, title: str) -> _Canvas:
     xs = (
         np.concatenate([s.x[np.isfinite(s.y)] for s in visible_series])
         if visible_series
@@ -185,16 +224,17 @@ def _layout_canvas(visible_series: list[Series], frame: ChartFrame) -> _Canvas:
     right = frame.width - (
         min(0.28 * frame.width, 14 + _CHARACTER_PIXELS * max(map(len, names))) if is_direct else 12
     )
+    legend_top = 36.0 if title else 0.0
     rows = [] if is_direct else _layout_legend(names, frame.width - 8)
     # Many names make the picture taller, so that the curves keep their height.
     frame = replace(frame, height=frame.height + 18 * max(0, len(rows) - 2))
-    top = 18 * len(rows) + 28.0
+    top = legend_top + 18 * len(rows) + 28
     bottom = frame.height - 34.0
     ticks = format_ticks(find_ticks(low, high, 5, is_log=frame.is_y_log))
     left = 16 + _CHARACTER_PIXELS * max((len(tick) for tick in ticks), default=1)
     x_scale = AxisScale(x_low, x_high, left, right)
     y_scale = AxisScale(low, high, bottom, top, frame.is_y_log)
-    return _Canvas(frame, left, right, top, bottom, x_scale, y_scale, rows)
+    return _Canvas(frame, left, right, top, bottom, x_scale, y_scale, legend_top, rows)
 
 
 def _draw_axes(canvas: _Canvas) -> None:
@@ -305,7 +345,7 @@ def _draw_names(canvas: _Canvas, visible_series: list[Series]) -> None:
         tones = {s.name: s.palette_index for s in labelled}
         for row, names in enumerate(canvas.legend_rows):
             x = 4.0
-            y = 13.0 + 18 * row
+            y = canvas.legend_top + 13 + 18 * row
             for name in names:
                 canvas.parts.append(
                     f'<text class="f{tones[name]}" x="{x:.0f}" '

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import queue
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,15 +96,26 @@ def test_groups_that_cannot_be_aborted_do_not_end_the_reader(
     def fail() -> None:
         raise RuntimeError("dictionary changed size during iteration")
 
+    def disconnect(*, everywhere: bool) -> None:
+        disconnected.append(everywhere)
+
     monkeypatch.setattr(rank_service, "abort_nccl_groups", fail)
-    monkeypatch.setattr(rank_service, "disconnect_from_ranks", lambda: disconnected.append(True))
+    monkeypatch.setattr(rank_service, "disconnect_from_ranks", disconnect)
     assignment = {"control": "c", "arguments": [], "environment": {}, "log": None}
-    lines = "\n".join(map(json.dumps, ({"abort": True}, assignment)))
+    lines = "\n".join(map(json.dumps, ({"abort": True}, {"abort": True, "all": True}, assignment)))
     found = rank_service.AssignmentReader(io.BytesIO(lines.encode())).wait()
     assert found is not None
     assert found.control == Path("c")
-    assert disconnected
+    assert disconnected == [False, True]
     assert "could not be aborted: dictionary changed size" in caplog.text
+
+
+def test_an_error_of_the_reader_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would wait for an assignment that nobody reads."""
+    reported = queue.SimpleQueue[threading.ExceptHookArgs]()
+    monkeypatch.setattr(threading, "excepthook", reported.put)
+    assert rank_service.AssignmentReader(io.BytesIO(b"no JSON\n")).wait() is None
+    assert reported.get(timeout=10).exc_type is json.JSONDecodeError
 
 
 def test_connections_to_this_machine_are_shut_down() -> None:

@@ -69,8 +69,9 @@ def test_areas_stack_to_their_sum() -> None:
     assert {round(y) for _, y in upper} == {round(quarter), round(top)}
 
 
+@pytest.mark.parametrize("standalone", [True, False])
 @pytest.mark.parametrize("labels", ["direct", "legend"])
-def test_the_svg_is_well_formed_and_escapes_names(labels: str) -> None:
+def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool) -> None:
     x = np.arange(5.0)
     series = [
         Series('<b> & "c"', x, x, i, style)
@@ -82,10 +83,11 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str) -> None:
         rules=((2.0, "<r>"),),
         marks=((1.0, "&m"),),
     )
-    root = ElementTree.fromstring(draw_curves(series, frame))
+    root = ElementTree.fromstring(draw_curves(series, frame, title="<t>", is_standalone=standalone))
     text = " ".join(root.itertext())
     assert '<b> & "c"' in text
     assert "a < b" in text
+    assert ("<t>" in text) == standalone
     assert root.get("viewBox", "").split()[2:] == ["720", "320"]
 
 
