@@ -167,6 +167,8 @@ def install(library: ctypes.CDLL) -> None:
         "get_device_properties": _get_properties,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (9, 0),
+        # So there is no symmetric memory, which the device does not have.
+        "can_device_access_peer": lambda device, peer: False,
         "is_bf16_supported": lambda including_emulation=True: True,
         "mem_get_info": lambda device=None: (MEMORY_BYTES - live(), MEMORY_BYTES),
         "memory_allocated": lambda device=None: live(),

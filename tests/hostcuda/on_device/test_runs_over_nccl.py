@@ -49,6 +49,7 @@ CASES = [
     )
     for config, layouts in ((CONFIG, DENSE_LAYOUTS), (EXPERT_CONFIG, EXPERT_LAYOUTS))
     for layout in layouts
+    if layout.get("async_tensor_parallel") != "fused"  # PyTorch's kernels over symmetric memory
 ]
 
 
@@ -100,6 +101,13 @@ def test_a_run_that_resumes_has_the_losses_of_one_device(
         content = build_content(tmp_path / "several", config, layout, num_steps)
         run_ranks(device_ranks, layout, content, resume=num_steps == NUM_STEPS)
     assert read_losses(tmp_path / "several") == pytest.approx(losses_of_one[str(config)], rel=1e-4)
+
+
+def test_kernels_over_symmetric_memory_are_refused(device_ranks: RankPool, tmp_path: Path) -> None:
+    layout = {"tp": 2, "async_tensor_parallel": "fused"}
+    content = build_content(tmp_path, CONFIG | SMALLER, layout)
+    with pytest.raises(RankFailed, match="device 0 cannot access the memory of device 1"):
+        run_ranks(device_ranks, layout, content)
 
 
 @pytest.mark.long
