@@ -345,7 +345,8 @@ def _build_command(
         parameters[name] = parameters.pop(name)
     if not any(_LAUNCHERS[kind].submit_command for kind in kinds):
         del parameters["submit"]
-    command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    signature = inspect.Signature(list(parameters.values()))
+    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 

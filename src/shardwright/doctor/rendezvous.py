@@ -29,7 +29,7 @@ SECTION = "peers"
 _CONNECT_TIMEOUT_SECONDS = 3.0
 """Time-out of one connection attempt; attempts repeat until the time limit."""
 MAX_CLOCKS_SECONDS = 10.0
-"""Time after which rank 0 answers no further rank's questions for the time."""
+"""Time after which rank 0 stops answering clock requests of further ranks."""
 _WARN_CLOCK_SECONDS = 0.1
 _FAIL_CLOCK_SECONDS = 10.0
 """Limits of a clock's offset. 0.1 s confuses the order of events of several nodes.

@@ -1,7 +1,7 @@
 """Choice between device and host for the update of offloaded optimizer states.
 
 The choice follows from the recipe and its measured profile alone: the kernels of a CPU and of a GPU
-may round differently, so a run must not choose by what it measures itself.
+may round differently, so a run that chose by its own measurements could change its numbers.
 """
 
 from __future__ import annotations
