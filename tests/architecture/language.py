@@ -465,6 +465,19 @@ def resolves(folder: Path, parts: list[str]) -> bool:
     return not names or (module.is_file() and names[0] in re.findall(r"\w+", module.read_text()))
 
 
+def find_missing_names(page: str) -> list[str]:
+    """Return the identifiers in backticks on a page that no file of source or tests has."""
+    names = {match.rpartition(".")[2] for match in IDENTIFIER.findall(page)}
+    for folder in ("src", "tests"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            if path.parent != Path(__file__).resolve().parent:
+                names.difference_update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return sorted(names)
+
+
+IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*_\w*|[A-Z]\w*[a-z]\w*)`")
+
+
 @cache
 def list_recipe_keys() -> set[str]:
     """List the keys of all sections of a recipe."""

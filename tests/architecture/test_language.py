@@ -15,6 +15,14 @@ def test_the_language_is_plain(name: str) -> None:
     assert not violations, "\n".join(map(str, violations))
 
 
+def test_the_architecture_page_names_code_that_exists() -> None:
+    page = (language.REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    assert language.find_missing_names(page) == []
+    assert language.find_missing_names("see `_ROLES_OF_A_FORMER_VERSION`, `ModelShape`") == [
+        "_ROLES_OF_A_FORMER_VERSION"
+    ]
+
+
 def test_public_class_names_are_unique() -> None:
     assert not language.find_duplicate_classes()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.integrity import find_newest_whole, verify_checkpoint
+from shardwright.checkpoint.integrity import verify_checkpoint
+from shardwright.checkpoint.tensor_loading import find_newest_checkpoint
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import SaveFailed
 from shardwright.telemetry.event_log import (
@@ -133,9 +134,9 @@ def test_a_full_disk_is_reported_and_loses_nothing(
 
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     train(load_recipe_for_disk(recipe, tmp_path, small_disk), resume=True)
-    newest, refused = find_newest_whole(small_disk / "checkpoints")
+    newest = find_newest_checkpoint(small_disk / "checkpoints")
     assert newest is not None
-    assert (newest.step, refused) == (STEPS, [])
+    assert (newest.step, newest.refused) == (STEPS, ())
     (tmp_path / "run" / "checkpoints").symlink_to(small_disk / "checkpoints")
     tensors = read_final_state(tmp_path / "run")
     expected = read_final_state(undisturbed_here)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
-from shardwright.checkpoint.integrity import find_newest_whole
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.errors import CheckpointError, RankFailed, SaveFailed
@@ -114,9 +113,9 @@ def test_a_failed_save_fails_on_all_ranks_and_leaves_nothing(
     assert len(first) == len(reasons)
     for message, reason in zip(first, reasons, strict=True):
         assert reason in message
-    found, refused = find_newest_whole(tmp_path)
+    found = find_newest_checkpoint(tmp_path)
     assert found is not None
-    assert (found.step, refused) == (2, [])
+    assert (found.step, found.refused) == (2, ())
 
 
 def load_with_faults(root: str) -> list[str]:

@@ -228,16 +228,3 @@ def list_candidates(root: StoragePath) -> tuple[list[StoragePath], list[RefusedC
         else [RefusedCheckpoint(latest.path, "latest names it, but the folder does not exist")]
     )
     return [folder.path for folder in folders], lost
-
-
-def find_newest_whole(
-    root: StoragePath,
-) -> tuple[VerifiedCheckpoint | None, list[RefusedCheckpoint]]:
-    """Return the newest intact checkpoint and the newer ones that were rejected."""
-    paths, refused = list_candidates(root)
-    for path in paths:
-        manifest, faults = verify_checkpoint(path)
-        if manifest is not None and not faults:
-            return VerifiedCheckpoint(path, manifest, tuple(refused)), refused
-        refused.append(RefusedCheckpoint.from_faults(path, faults))
-    return None, refused

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from typer.core import TyperGroup
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_text
+from shardwright.cli.verbs import VERBS
 from shardwright.cluster.job import (
     Job,
     NetworkOptions,
@@ -142,12 +144,98 @@ LaunchOutput = Annotated[
 Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or kubectl.")]
 
 
-_OWN_OPTIONS: dict[str, tuple[str, ...]] = {
-    "slurm": ("partition", "account", "time", "sweep", "sbatch", "image", "submit"),
-    "kubernetes": ("job_kind", "namespace", "volume", "working_dir", "image", "submit"),
-    "torchrun": ("hosts",),
+def _build_script(
+    job: Job,
+    *,
+    partition: Partition = None,
+    account: Account = None,
+    time: TimeLimit = None,
+    sweep: SweepValues = None,
+    sbatch: Sbatch = None,
+    image: Image = None,
+) -> tuple[str, list[str]]:
+    from shardwright.cluster.slurm import SlurmOptions, build_sbatch_script
+
+    if sweep:
+        job = replace(job, sweep=Sweep.parse(sweep))
+        for assignment in job.sweep.list_assignments() if job.sweep else ():
+            changes = [*_build_overrides(job.overrides, job.run_dir), assignment]
+            load_recipe(Path(job.recipe_path), changes, job.layout)
+    options = SlurmOptions(partition, account, time, image, tuple(sbatch or ()))
+    return build_sbatch_script(job, options), []
+
+
+def _build_manifest(
+    job: Job,
+    *,
+    job_kind: JobKind = None,
+    namespace: Namespace = None,
+    volume: Volume = None,
+    working_dir: WorkingDir = None,
+    image: Image = None,
+) -> tuple[str, list[str]]:
+    from shardwright.cluster.kubernetes import DEFAULT_JOB_KIND, build_manifest
+    from shardwright.cluster.pods import KubernetesOptions, list_volume_warnings
+
+    if not image:
+        raise InputError(
+            "pods need a container image",
+            field="--image",
+            remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
+        )
+    options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
+    text = build_manifest(job, options, job_kind or DEFAULT_JOB_KIND)
+    return text, list_volume_warnings(job, options)
+
+
+def _build_commands(job: Job, *, hosts: Hosts = None) -> tuple[str, list[str]]:
+    from shardwright.cluster.torchrun import build_torchrun_commands
+
+    addresses = _split_hosts(hosts)
+    commands = build_torchrun_commands(job, addresses)
+    if len(commands) == 1:
+        return commands[0] + "\n", []
+    lines = []
+    for host, command in zip(addresses, commands, strict=True):
+        lines += [f"# on {host}", command]
+    return "\n".join(lines) + "\n", []
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """Builder of a job's text, whose keyword parameters are the launcher's own options.
+
+    The builder returns the text and warnings about its options.
+    """
+
+    output: str
+    """Text that the subcommand prints, for its help."""
+    build: Callable[..., tuple[str, list[str]]]
+    submit_command: tuple[str, ...] = ()
+    """Command that reads the text from standard input; empty without a scheduler."""
+    exports_shell: bool = False
+    """True if the job gets the variables of the submitting shell."""
+
+    def list_options(self) -> list[inspect.Parameter]:
+        """Return the options that only this launcher has, as parameters of a command."""
+        own = inspect.signature(self.build, eval_str=True).parameters.values()
+        return [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+_LAUNCHERS = {
+    "slurm": _Launcher(
+        "an sbatch script that starts a recipe on Slurm",
+        _build_script,
+        submit_command=("sbatch", "--parsable"),
+        exports_shell=True,
+    ),
+    "kubernetes": _Launcher(
+        "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes",
+        _build_manifest,
+        submit_command=("kubectl", "apply", "-f", "-"),
+    ),
+    "torchrun": _Launcher("one torchrun command per node that starts a recipe", _build_commands),
 }
-"""Parameters of `_launch` that only some launchers have, by launcher."""
 
 
 def _launch(
@@ -166,39 +254,23 @@ def _launch(
     port: Port = None,
     cores: Cores = None,
     save_seconds: SaveSeconds = 300,
-    partition: Partition = None,
-    account: Account = None,
-    time: TimeLimit = None,
-    sweep: SweepValues = None,
-    sbatch: Sbatch = None,
-    image: Image = None,
-    job_kind: JobKind = None,
-    namespace: Namespace = None,
-    volume: Volume = None,
-    working_dir: WorkingDir = None,
-    hosts: Hosts = None,
     out: LaunchOutput = None,
     submit: Submit = False,
     json_output: JsonOutput = False,
+    **own_options: Any,
 ) -> None:
-    """Write the script, manifest or commands of launcher `kind`; submit them if requested.
-
-    The parameters are the options of all launchers; each subcommand has those that apply to it.
-    """
+    """Write the script, manifest or commands of launcher `kind`; submit them if requested."""
+    launcher = _LAUNCHERS[kind]
     environment = parse_environment(env or [])
     os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
     changes = tuple(overrides or ())
     if gpus_per_node == 0:
         changes += ("run.device=cpu",)
     loaded_recipe = load_recipe(recipe, _build_overrides(changes, run_dir), layout)
-    swept = Sweep.parse(sweep) if sweep else None
-    for assignment in swept.list_assignments() if swept else ():
-        load_recipe(recipe, [*_build_overrides(changes, run_dir), assignment], layout)
-    addresses = [host.strip() for host in hosts.split(",")] if hosts else []
     job = Job(
         recipe=loaded_recipe,
         recipe_path=str(recipe),
-        num_nodes=nodes or len(addresses) or 1,
+        num_nodes=nodes or len(_split_hosts(own_options.get("hosts"))) or 1,
         ranks_per_node=count_ranks_per_node(loaded_recipe, gpus_per_node, ranks_per_node),
         overrides=changes,
         layout=layout,
@@ -208,100 +280,20 @@ def _launch(
         save_seconds=save_seconds,
         cores_per_rank=cores,
         port=port,
-        sweep=swept,
     )
-    volume_warnings: list[str] = []
-    if kind == "slurm":
-        text = _build_script(job, partition, account, time, image, sbatch)
-    elif kind == "kubernetes":
-        text, volume_warnings = _build_manifest(
-            job, job_kind, image, namespace, volume, working_dir
-        )
-    else:
-        text = _build_commands(job, addresses)
-    notes = [
-        *job.list_warnings(),
-        *volume_warnings,
-        *_list_missing_environment(recipe, environment, kind),
-    ]
-    _write_output(kind, text, job, notes, out=out, should_submit=submit, json_output=json_output)
-
-
-def _list_missing_environment(recipe: Path, environment: dict[str, str], kind: str) -> list[str]:
-    """List a note on variables that nodes lack; sbatch exports those of this shell."""
+    text, warnings = launcher.build(job, **own_options)
+    notes = [*job.list_warnings(), *warnings]
     missing = sorted(find_placeholders(read_text(recipe)) - set(environment))
-    if not missing or kind == "slurm":
-        return []
-    return [
-        f"the recipe reads {', '.join(missing)} from the environment: "
-        "set them for the nodes with --env"
-    ]
-
-
-def _build_script(
-    job: Job,
-    partition: OptionalText,
-    account: OptionalText,
-    time: OptionalText,
-    image: OptionalText,
-    sbatch: list[str] | None,
-) -> str:
-    from shardwright.cluster.slurm import SlurmOptions, build_sbatch_script
-
-    return build_sbatch_script(
-        job, SlurmOptions(partition, account, time, image, tuple(sbatch or ()))
-    )
-
-
-def _build_manifest(
-    job: Job,
-    job_kind: OptionalText,
-    image: OptionalText,
-    namespace: OptionalText,
-    volume: list[str] | None,
-    working_dir: OptionalText,
-) -> tuple[str, list[str]]:
-    from shardwright.cluster.kubernetes import DEFAULT_JOB_KIND, build_manifest
-    from shardwright.cluster.pods import KubernetesOptions, list_volume_warnings
-
-    if not image:
-        raise InputError(
-            "pods need a container image",
-            field="--image",
-            remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
+    if missing and not launcher.exports_shell:
+        notes.append(
+            f"the recipe reads {', '.join(missing)} from the environment: "
+            "set them for the nodes with --env"
         )
-    options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
-    text = build_manifest(job, options, job_kind or DEFAULT_JOB_KIND)
-    return text, list_volume_warnings(job, options)
-
-
-def _build_commands(job: Job, addresses: list[str]) -> str:
-    from shardwright.cluster.torchrun import build_torchrun_commands
-
-    commands = build_torchrun_commands(job, addresses)
-    if len(commands) == 1:
-        return commands[0] + "\n"
-    lines = []
-    for host, command in zip(addresses, commands, strict=True):
-        lines += [f"# on {host}", command]
-    return "\n".join(lines) + "\n"
-
-
-def _write_output(
-    kind: str,
-    text: str,
-    job: Job,
-    notes: list[str],
-    *,
-    out: Path | None,
-    should_submit: bool,
-    json_output: bool,
-) -> None:
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     if out is not None:
         write_text(out, text)
-    reply = submit_job(kind, text) if should_submit else None
+    reply = submit_job(launcher.submit_command, text) if submit else None
     if json_output:
         content = {"kind": kind, "text": text, "world_size": job.world_size, "notes": notes}
         print_json(content | {"out": None if out is None else str(out), "submitted": reply})
@@ -311,73 +303,93 @@ def _write_output(
         sys.stdout.write(text)
 
 
+def _split_hosts(hosts: OptionalText) -> list[str]:
+    return [host.strip() for host in hosts.split(",")] if hosts else []
+
+
 def _build_overrides(overrides: Iterable[str], run_dir: OptionalText) -> list[str]:
     return [*overrides, *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
 
 def _build_command(
-    function: Callable[..., None], *, without: set[str], flags: tuple[str, ...] = ()
+    function: Callable[..., None], kinds: Iterable[str], *, has_flags: bool = False
 ) -> Callable[..., None]:
-    """Return `function` as typer reads it: with the options of `_launch` except `without`.
+    """Return `function` as typer reads it: with the options that any of the launchers has.
 
     Args:
         function: Function of the options by name.
-        without: Parameters of `_launch` to leave out.
-        flags: Boolean options to add.
+        kinds: Launchers to choose from.
+        has_flags: Add a boolean option for each launcher.
     """
 
     def command(**options: Any) -> None:
         function(**options)
 
-    parameters = inspect.signature(_launch, eval_str=True).parameters.values()
-    added = [
-        inspect.Parameter(
-            flag,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[
-                bool, typer.Option(f"--{flag}", help=f"Same as `launch {flag} RECIPE`.")
-            ],
-        )
-        for flag in flags
-    ]
-    chosen = [parameter for parameter in parameters if parameter.name not in {"kind", *without}]
-    command.__signature__ = inspect.Signature([*chosen, *added])  # type: ignore[attr-defined]
+    common = inspect.signature(_launch, eval_str=True).parameters
+    parameters = {
+        name: parameter.replace(kind=parameter.KEYWORD_ONLY)
+        for name, parameter in common.items()
+        if name != "kind" and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for kind in kinds:
+        parameters |= {option.name: option for option in _LAUNCHERS[kind].list_options()}
+        if has_flags:
+            flag = typer.Option(f"--{kind}", help=f"Same as `launch {kind} RECIPE`.")
+            parameters[kind] = inspect.Parameter(
+                kind,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False,
+                annotation=Annotated[bool, flag],
+            )
+    for name in ("out", "submit", "json_output"):  # the help lists them last
+        parameters[name] = parameters.pop(name)
+    if not any(_LAUNCHERS[kind].submit_command for kind in kinds):
+        del parameters["submit"]
+    signature = inspect.Signature(list(parameters.values()))
+    command.__signature__ = signature  # type: ignore[attr-defined]
     return command
 
 
-def _launch_with_flags(*, slurm: bool, kubernetes: bool, torchrun: bool, **options: Any) -> None:
+def _launch_with_flags(**options: Any) -> None:
     """Run the former spelling, `launch RECIPE --slurm`, which has the options of all launchers."""
-    launchers = {"slurm": slurm, "kubernetes": kubernetes, "torchrun": torchrun}
-    chosen = [kind for kind, is_chosen in launchers.items() if is_chosen]
+    chosen = [kind for kind in _LAUNCHERS if options.pop(kind)]
     if len(chosen) != 1:
         raise InputError(
             "choose one launcher",
             field="launch",
             got=" ".join(f"--{kind}" for kind in chosen) or None,
-            allowed="slurm, kubernetes or torchrun",
+            allowed=" or ".join(_LAUNCHERS),
             remedy="Write it before the recipe: `shardwright launch slurm RECIPE`",
         )
     (kind,) = chosen
-    _check_options(kind, options)
     sys.stderr.write(
         f"note: `launch RECIPE --{kind}` is now spelled `shardwright launch {kind} RECIPE`\n"
     )
-    _launch(kind, **options)
+    _launch(kind, **_remove_options_of_others(kind, options))
 
 
-def _check_options(kind: str, options: Mapping[str, object]) -> None:
-    """Refuse options of other launchers, which would have no effect."""
-    for owner, names in _OWN_OPTIONS.items():
-        for name in names:
-            is_shared = sum(name in others for others in _OWN_OPTIONS.values()) > 1
-            if owner != kind and not is_shared and options[name]:
-                raise InputError(
-                    f"applies to --{owner} only and has no effect with --{kind}",
-                    field=f"--{name.replace('_', '-')}",
-                    got=str(options[name]),
-                    remedy="Remove it",
-                )
+def _remove_options_of_others(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a launcher.
+
+    Raises:
+        InputError: an option is set that only other launchers have; it would have no effect.
+    """
+    owners: dict[str, list[str]] = {}
+    for name, launcher in _LAUNCHERS.items():
+        own = [option.name for option in launcher.list_options()]
+        for option in [*own, *(["submit"] if launcher.submit_command else [])]:
+            owners.setdefault(option, []).append(name)
+    others = {name: owner for name, owner in owners.items() if kind not in owner}
+    for name, names in others.items():
+        if options[name]:
+            raise InputError(
+                f"applies to {' and '.join(f'--{owner}' for owner in names)} only and has no "
+                f"effect with --{kind}",
+                field=f"--{name.replace('_', '-')}",
+                got=str(options[name]),
+                remedy="Remove it",
+            )
+    return {name: value for name, value in options.items() if name not in others}
 
 
 class _LaunchGroup(TyperGroup):
@@ -391,26 +403,18 @@ class _LaunchGroup(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
         former = typer.Typer(add_completion=False, rich_markup_mode=None)
         former.command(help="Launch with the options of all launchers; prefer the subcommands.")(
-            _build_command(_launch_with_flags, without=set(), flags=tuple(_OWN_OPTIONS))
+            _build_command(_launch_with_flags, _LAUNCHERS, has_flags=True)
         )
         command = typer.main.get_command(former)
         return command.make_context(info_name, args, parent, **extra)
 
 
 app = typer.Typer(
-    cls=_LaunchGroup,
-    help="Start a recipe on Slurm, Kubernetes or torchrun.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    cls=_LaunchGroup, help=VERBS["launch"], no_args_is_help=True, rich_markup_mode=None
 )
-for _kind, _output in (
-    ("slurm", "an sbatch script that starts a recipe on Slurm"),
-    ("kubernetes", "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes"),
-    ("torchrun", "one torchrun command per node that starts a recipe"),
-):
-    _others = set().union(*_OWN_OPTIONS.values()) - set(_OWN_OPTIONS[_kind])
+for _kind, _launcher in _LAUNCHERS.items():
     app.command(
         _kind,
-        help=f"Print {_output}.\n\n"
+        help=f"Print {_launcher.output}.\n\n"
         "The ranks find each other, save before the time limit, and resume when the job restarts.",
-    )(_build_command(partial(_launch, _kind), without=_others))
+    )(_build_command(partial(_launch, _kind), [_kind]))

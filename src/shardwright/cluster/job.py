@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.config import Recipe
@@ -18,10 +18,6 @@ from shardwright.plans import resolve_degrees
 _VARIABLE_PLACEHOLDER = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _UNSAFE_IN_NAMES = re.compile(r"[^A-Za-z0-9._=+-]")
-_SUBMIT_COMMANDS = {
-    "slurm": ["sbatch", "--parsable"],
-    "kubernetes": ["kubectl", "apply", "-f", "-"],
-}
 
 
 @dataclass(frozen=True)
@@ -282,21 +278,13 @@ def build_export_lines(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
-def submit_job(scheduler: str, text: str) -> str:
-    """Submit the text; return the scheduler's reply: the job id from Slurm.
+def submit_job(command: Sequence[str], text: str) -> str:
+    """Pass the text to a scheduler's command; return its reply: the job id from Slurm.
 
     Raises:
-        InputError: the launcher has no scheduler, or its command is not installed.
-        RunFailed: the scheduler's command failed; contains its message.
+        InputError: the command is not installed.
+        RunFailed: the command failed; contains its message.
     """
-    if scheduler not in _SUBMIT_COMMANDS:
-        raise InputError(
-            "this launcher has no scheduler",
-            field="--submit",
-            got=f"--{scheduler}",
-            allowed="--slurm or --kubernetes",
-        )
-    command = _SUBMIT_COMMANDS[scheduler]
     if shutil.which(command[0]) is None:
         raise InputError(
             f"{command[0]} is not installed on this machine",

@@ -119,10 +119,9 @@ class OptimizerSection(RecipeSection):
 
     @model_validator(mode="after")
     def _check_keys(self) -> OptimizerSection:
-        for key in ("beta1", "beta2", "eps", "momentum", "block_size"):
-            if (
-                key not in _OPTIMIZER_KEYS[self.name]
-                and getattr(self, key) != type(self).model_fields[key].default
+        for key, field in type(self).model_fields.items():
+            if key not in ("name", *_OPTIMIZER_KEYS[self.name]) and (
+                getattr(self, key) != field.default
             ):
                 raise ValueError(f"`{key}` has no effect with `name: {self.name}`")
         return self

@@ -14,7 +14,7 @@ from shardwright.data.preparation import is_prepared
 from shardwright.errors import InputError, ShardwrightError
 from shardwright.launch.auto_layout import detect_cluster
 from shardwright.planner.auto_layout import build_cluster, choose_layout
-from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.problem import build_plan_candidate, build_template
@@ -106,7 +106,7 @@ class ChecklistContext:
         """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
         candidate = build_template(self.original_recipe)
         return self.model_shape.num_parameters * (
-            candidate.master_bytes + OPTIMIZER_STATE_BYTES[candidate.optimizer]
+            candidate.master_bytes + OPTIMIZER_COSTS[candidate.optimizer].state_bytes
         )
 
     @cached_property

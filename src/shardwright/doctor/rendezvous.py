@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shardwright.cluster.scheduler_variables import SCHEDULERS
 from shardwright.doctor.finding import Finding, format_ranks, grade_share
 from shardwright.errors import CheckFailed
 from shardwright.launch.rank_environment import RankEnvironment
@@ -28,7 +29,7 @@ SECTION = "peers"
 _CONNECT_TIMEOUT_SECONDS = 3.0
 """Time-out of one connection attempt; attempts repeat until the time limit."""
 MAX_CLOCKS_SECONDS = 10.0
-"""Time after which rank 0 answers no further rank's questions for the time."""
+"""Time after which rank 0 stops answering clock requests of further ranks."""
 _WARN_CLOCK_SECONDS = 0.1
 _FAIL_CLOCK_SECONDS = 10.0
 """Limits of a clock's offset. 0.1 s confuses the order of events of several nodes.
@@ -85,10 +86,10 @@ class Rendezvous:
 
 
 def read_location(ranks: RankEnvironment) -> RankLocation:
-    """Read the location of this process; node numbers are GROUP_RANK or SLURM_NODEID."""
+    """Read the location of this process; without a node number, the host stands for it."""
     host = socket.gethostname()
-    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or host
-    return RankLocation(host, node, ranks.local_rank)
+    numbers = [os.environ.get(scheduler.node) for scheduler in SCHEDULERS]
+    return RankLocation(host, next(filter(None, numbers), host), ranks.local_rank)
 
 
 def wait_for_port(address: str, port: int, timeout_seconds: float) -> float:

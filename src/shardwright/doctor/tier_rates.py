@@ -22,8 +22,8 @@ def choose_scratch_folder(recipe: Recipe | None, *, should_calibrate: bool) -> s
 def build_tiers(rates: Mapping[str, Any], device_kind: str) -> TierRates:
     """Build the rates of host memory and disk: those of the slowest rank.
 
-    A rank far from its device's link (another NUMA node), or with a slower disk, is the one that
-    all others wait for in every step.
+    In every step all ranks wait for the slowest: one on another NUMA node than its device, or
+    with a slower disk.
     """
 
     def find_copy(kind: str) -> float | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwright.cluster.scheduler_variables import SCHEDULERS, SLURM
 from shardwright.errors import InputError
 
 
@@ -38,26 +39,24 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
     True
     """
     source = os.environ if environment is None else environment
-    for rank, world_size, local_rank in (
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ):
-        if rank in source and world_size in source:
+    for scheduler in SCHEDULERS:
+        if scheduler.rank in source and scheduler.world_size in source:
+            local_rank = scheduler.local_rank
             ranks = RankEnvironment(
-                _parse_int(source, rank),
-                _parse_int(source, world_size),
+                _parse_int(source, scheduler.rank),
+                _parse_int(source, scheduler.world_size),
                 _parse_int(source, local_rank) if local_rank in source else 0,
             )
-            if rank == "SLURM_PROCID" and ranks.world_size == 1:
+            if scheduler is SLURM and ranks.world_size == 1:
                 return None
             if not 0 <= ranks.rank < ranks.world_size:
                 raise InputError(
                     "the rank is not below the world size",
-                    field=rank,
+                    field=scheduler.rank,
                     got=ranks.rank,
                     allowed=f"0 to {ranks.world_size - 1}",
                 )
-            if environment is None and rank == "SLURM_PROCID":
+            if environment is None and scheduler is SLURM:
                 os.environ.update(find_slurm_rendezvous(os.environ))
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in source]
             if environment is None and missing:
@@ -104,7 +103,7 @@ def count_local_ranks(environment: Mapping[str, str] | None = None) -> int | Non
     source = os.environ if environment is None else environment
     if "LOCAL_WORLD_SIZE" in source:
         return _parse_int(source, "LOCAL_WORLD_SIZE") or None
-    if "SLURM_PROCID" not in source:
+    if SLURM.rank not in source:
         return None
     # Nodes with the same number are written together: `8(x2),4` are nodes with 8, 8 and 4.
     counts = re.findall(r"(?:^|,)(\d+)", source.get("SLURM_TASKS_PER_NODE", ""))

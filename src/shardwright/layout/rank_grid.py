@@ -41,10 +41,6 @@ class RankGrid:
             | self._compute_position(rank, _EXPERT_GRID)
         )
 
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the rank at a position on `AXES`."""
-        return self._compute_rank(coordinates, AXES)
-
     def group_of(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on `axes` only, itself included, ascending.
 

@@ -13,7 +13,7 @@ Legend: E matrices of a stack (absent for a single matrix), R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +102,6 @@ class Adafactor(ShardedOptimizer):
             else _make_replicated_moment(tensor, name)
             for key, tensor in state.items()
         }
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter. Collective: every rank calls it."""
-        assert closure is None
-        self.update_pieces(self.list_pieces())
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update these parameters. Collective: every rank passes the same ones of its stage."""

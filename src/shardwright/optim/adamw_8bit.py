@@ -12,7 +12,7 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import util
 from typing import Any
 
@@ -182,12 +182,6 @@ class AdamW8bit(ShardedOptimizer):
             else:
                 moments[key] = Moment(tensor, name)
         return moments
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None
-        self.update_pieces(self.list_pieces())
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""

@@ -12,7 +12,7 @@ the result equals torch.optim.Muon's bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,20 +119,9 @@ class Muon(ShardedOptimizer):
         spec = StateSpec(tuple(local.shape), local.dtype)
         return dict.fromkeys(self._list_moment_names(group), spec)
 
-    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
-        """Return 1: the moments are updated element by element."""
-        return 1
-
     def is_updated_without_gradient(self, group: dict[str, Any]) -> bool:
         """Return True for matrices, which all ranks exchange."""
         return bool(group["rule"] == "muon")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter. Collective: every rank calls it."""
-        assert closure is None
-        self.update_pieces(self.list_pieces())
-        self.finish_update()
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update the moments, and all parameters but the matrices, which `finish_update` does."""

@@ -190,6 +190,8 @@ class ElementwiseUpdate:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Optimizer that knows the names and the sharding of its parameters.
 
+    A rule defines `rule`, `list_state` and `update_pieces`, and overrides what is not true of it:
+    updates are element by element, and moments have their parameter's shape and sharding.
     `moments` returns the tensors of a parameter's state that checkpoints save. `initialise_state`
     creates the state, at the latest in the first step.
     """
@@ -240,6 +242,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def create_step_count(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Create a parameter's step count of zero, on the device where updates expect it."""
         return torch.zeros((), dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter. Collective if `has_collectives`: every rank calls it."""
+        assert closure is None, "gradients are accumulated before the step"
+        self.update_pieces(self.list_pieces())
+        self.finish_update()
+
+    def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update parameters and state of these pieces and advance their step counts."""
+        raise NotImplementedError
+
+    def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
+        """Return the elements of a row: rows are updated independently of each other."""
+        return 1
 
     def finish_update(self) -> None:
         """Do the rest of the step, after all pieces: nothing, unless an optimizer overrides it."""

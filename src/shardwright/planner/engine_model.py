@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeMode
+from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.placement import partition_stages
@@ -19,22 +20,39 @@ from shardwright.planner.memory.backward_peak import BlockTensorBytes, compute_p
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd", "sgd_momentum"]
+OptimizerKind = OptimizerName | Literal["sgd_momentum"]
 
-OPTIMIZER_STATE_BYTES: dict[OptimizerKind, float] = {
-    "adamw": 8.0,
-    "adamw_8bit": 2.0 + 8.0 / 256,
-    "adafactor": 0.0,
-    "muon": 4.0,
-    "sgd": 0.0,
-    "sgd_momentum": 4.0,
+
+class OptimizerCosts(NamedTuple):
+    """Bytes per trained fp32 parameter, and the places where an optimizer can run.
+
+    Not counted: Adafactor's two vectors per matrix, Muon's larger AdamW states (8 bytes) of the
+    embedding and head, and its orthogonalisation's matmuls and communication.
+    """
+
+    state_bytes: float
+    """Bytes of state, without master weights."""
+    update_bytes: float
+    """Bytes that norm, clip and update read and write, 4 of them for the norm."""
+    has_local_update: bool
+    """True if the update needs no other rank and no matrix products, so a host can run it."""
+
+
+OPTIMIZER_COSTS: dict[OptimizerKind, OptimizerCosts] = {
+    "adamw": OptimizerCosts(8.0, 40.0, has_local_update=True),
+    # One fp32 scale per block of 256 elements, for each moment.
+    "adamw_8bit": OptimizerCosts(2.0 + 8.0 / 256, 28.0, has_local_update=True),
+    "adafactor": OptimizerCosts(0.0, 36.0, has_local_update=False),
+    "muon": OptimizerCosts(4.0, 44.0, has_local_update=False),
+    "sgd": OptimizerCosts(0.0, 24.0, has_local_update=True),
+    "sgd_momentum": OptimizerCosts(4.0, 32.0, has_local_update=True),
 }
-"""Bytes of optimizer state per trained parameter, without master weights (8-bit: one fp32 scale
-per block of 256 for each moment).
 
-Not counted: Adafactor's two vectors per matrix, and Muon's larger AdamW states (8 bytes) of the
-embedding and head.
-"""
+
+def choose_optimizer_kind(section: OptimizerSection) -> OptimizerKind:
+    """Choose the row of costs of a recipe's optimizer."""
+    return "sgd_momentum" if section.name == "sgd" and section.momentum else section.name
+
 
 _NF4_BYTES = 0.5 + 4.0 / 64
 """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
@@ -160,7 +178,7 @@ class EngineModel:
 
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
         """Return the bytes of optimizer states, and of master weights beside the weights."""
-        return OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
+        return OPTIMIZER_COSTS[optimizer].state_bytes * (2 if master_bytes == 8 else 1)
 
     def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
         """Compute total device bytes of the buffers through which offloaded states pass."""

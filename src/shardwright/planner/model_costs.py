@@ -198,13 +198,16 @@ class ModelFacts:
 
         Frozen matrices need no weight gradient: 4 FLOPs per element instead of 6.
         """
-        saved = 0.0
-        if is_frozen:
-            specs = self.shape.list_parameters()
-            saved = 2.0 * count_matmul_parameters(
-                specs, is_tied=self.shape.tied_embeddings, active_share=self.shape.active_share
-            )
+        saved = 2.0 * self._num_matmul_parameters if is_frozen else 0.0
         return self._compute_flops_per_token(tokens) - saved
+
+    @cached_property
+    def _num_matmul_parameters(self) -> float:
+        return count_matmul_parameters(
+            self.shape.list_parameters(),
+            is_tied=self.shape.tied_embeddings,
+            active_share=self.shape.active_share,
+        )
 
     @lru_cache(maxsize=64)  # noqa: B019 - one cache entry per model, and there are few models
     def _compute_flops_per_token(self, sequence_length: int) -> float:

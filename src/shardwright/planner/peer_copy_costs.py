@@ -14,7 +14,7 @@ from shardwright.hardware import Cluster
 from shardwright.layout import Layout, RankGrid, compute_local_boxes
 from shardwright.placement import Placement, place_model
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.offload_costs import get_host_memory_rate, get_transfer_rate
 from shardwright.planner.prediction import Prediction
 from shardwright.units import format_bytes, format_seconds
@@ -106,7 +106,7 @@ def list_copied_parameters(
     shape: ModelShape, candidate: Candidate, trained_names: Collection[str]
 ) -> dict[str, float]:
     """Return the bytes per element of weight and states, for each parameter in a checkpoint."""
-    states = OPTIMIZER_STATE_BYTES[candidate.optimizer]
+    states = OPTIMIZER_COSTS[candidate.optimizer].state_bytes
     return {
         spec.name: candidate.master_bytes + (states if spec.name in trained_names else 0.0)
         for spec in shape.list_parameters()

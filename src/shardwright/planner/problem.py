@@ -10,7 +10,6 @@ from typing import get_args
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.recipe import Recipe, RecomputeMode
-from shardwright.config.training import OptimizerSection
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
 from shardwright.layout import Layout, resolve_layout
@@ -23,6 +22,7 @@ from shardwright.planner.candidate import (
     Precision,
     ReferenceKind,
 )
+from shardwright.planner.engine_model import choose_optimizer_kind
 from shardwright.planner.low_precision import build_scaled_shares, read_low_precision_section
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.update_place import choose_update_place
@@ -106,7 +106,7 @@ def build_template(
         scaled_shares=None
         if low_precision is None
         else build_scaled_shares(read_planning_shape(recipe), low_precision),
-        optimizer=optimizer or _choose_optimizer(recipe.optimizer),
+        optimizer=optimizer or choose_optimizer_kind(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,
@@ -167,12 +167,6 @@ def build_adapter(recipe: Recipe) -> LowRankAdapter | None:
     return LowRankAdapter(
         adapted.adapters.rank, tuple(sorted(roles)), quantised=adapted.adapters.quantize is not None
     )
-
-
-def _choose_optimizer(section: OptimizerSection) -> OptimizerKind:
-    if section.name == "sgd":
-        return "sgd_momentum" if section.momentum else "sgd"
-    return section.name
 
 
 def build_problem(recipe: Recipe, template: Candidate, num_gpus: int) -> PlanningProblem:

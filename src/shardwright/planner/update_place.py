@@ -1,7 +1,7 @@
 """Choice between device and host for the update of offloaded optimizer states.
 
 The choice follows from the recipe and its measured profile alone: the kernels of a CPU and of a GPU
-may round differently, so a run must not choose by what it measures itself.
+may round differently, so a run that chose by its own measurements could change its numbers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from typing import Literal
 
 from shardwright.config.offload import OffloadTier
 from shardwright.config.recipe import Recipe
-from shardwright.config.training import OptimizerName
 from shardwright.hardware.measured_profile import TierRates, load_profile
-from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.planner.engine_model import OPTIMIZER_COSTS, choose_optimizer_kind
 from shardwright.units import format_bytes
 
-HOST_UPDATED_OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "adamw_8bit", "sgd")
-"""Optimizers whose update needs no other rank and no matrix products."""
 _HOST_UPDATE_BYTES = 20.0
 """Bytes of host memory that clip and update read and write per parameter, besides its state."""
 
@@ -45,17 +42,16 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
         return UpdateChoice(section.update_on, "the recipe says so")
     if recipe.has_offloaded_trained_weights:
         return UpdateChoice("device", "weights return to the device for their update")
-    name = recipe.optimizer.name
-    if name not in HOST_UPDATED_OPTIMIZERS:
-        return UpdateChoice("device", f"{name} needs whole matrices of all ranks")
+    costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
+    if not costs.has_local_update:
+        return UpdateChoice("device", f"{recipe.optimizer.name} needs whole matrices of all ranks")
     cluster = recipe.cluster
     if cluster is None or cluster.profile is None:
         return UpdateChoice(
             "device", "cluster.profile names no measured rates of host memory and link"
         )
     tiers = load_profile(cluster.profile).tiers
-    rule = "sgd_momentum" if name == "sgd" else name
-    return _compare_rates(section.optimizer, OPTIMIZER_STATE_BYTES[rule], tiers, cluster.profile)
+    return _compare_rates(section.optimizer, costs.state_bytes, tiers, cluster.profile)
 
 
 def _compare_rates(

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwright.cluster.scheduler_variables import SCHEDULERS
 from shardwright.config.run import WatchdogSection
 from shardwright.watchdog.hang_diagnosis import HangDiagnosis, diagnose_hang, find_silent_ranks
 from shardwright.watchdog.heartbeat import (
@@ -254,14 +255,8 @@ def _format_report(
 
 def get_shared_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Create the folder for the heartbeats of this machine and launch, without our launcher."""
-    names = (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-    )
+    names = ["MASTER_ADDR", "MASTER_PORT"]
+    names += [name for scheduler in SCHEDULERS for name in scheduler.launch]
     identity = ",".join(environment.get(name, "") for name in names)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"shardwright-{os.getuid()}-{digest}"

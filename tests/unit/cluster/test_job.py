@@ -13,8 +13,8 @@ from shardwright.errors import ExitCode
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "allowed: slurm, kubernetes or torchrun"),
-        (["--slurm", "--torchrun"], "allowed: slurm, kubernetes or torchrun"),
+        ([], "allowed: slurm or kubernetes or torchrun"),
+        (["--slurm", "--torchrun"], "allowed: slurm or kubernetes or torchrun"),
         (["--slurm"], "--gpus-per-node"),
         (["--slurm", "--gpus-per-node", "2", "--time", "soon"], "not a time limit"),
         (["--slurm", "--gpus-per-node", "2", "--time", "30\n"], "not a time limit"),
@@ -50,7 +50,8 @@ from shardwright.errors import ExitCode
         (["--slurm", "--gpus-per-node", "2", "--sweep", "seed"], "KEY=VALUE,VALUE"),
         (["--slurm", "--gpus-per-node", "2", "--sweep", "seed=1,1"], "KEY=VALUE,VALUE"),
         (["--slurm", "--gpus-per-node", "2", "--sweep", "sead=1,2"], "sead"),
-        (["--torchrun", "--gpus-per-node", "2", "--submit"], "this launcher has no scheduler"),
+        (["--torchrun", "--gpus-per-node", "2", "--submit"], "applies to --slurm and --kubernetes"),
+        (["--torchrun", "--gpus-per-node", "2", "--image", "a"], "applies to --slurm and --kuber"),
     ],
 )
 def test_wrong_input_is_refused(

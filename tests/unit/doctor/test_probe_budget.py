@@ -86,7 +86,12 @@ def examine_virtually(
     request = build_request(
         None, Layout(), device="cpu", should_calibrate=True, budget_seconds=budget_seconds
     )
-    request = replace(request, folders=(), elementwise=(*request.elementwise, ("bf16", 2**17, 512)))
+    request = replace(
+        request,
+        folders=(),
+        scratch_folder=None,
+        elementwise=(*request.elementwise, ("bf16", 2**17, 512)),
+    )
     diagnosis = examine(request, 1)
     assert diagnosis is not None
     return device, diagnosis, request

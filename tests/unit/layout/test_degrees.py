@@ -82,10 +82,9 @@ def test_ranks_and_coordinates_are_inverse(
     replicate: int, shard: int, tp: int, pp: int, cp: int
 ) -> None:
     grid = RankGrid(Layout(dp_replicate=replicate, dp_shard=shard, tp=tp, pp=pp, cp=cp))
-    assert [grid.rank_at(grid.coordinates(rank)) for rank in range(grid.layout.world_size)] == list(
-        range(grid.layout.world_size)
-    )
-    data_ranks = [grid.data_rank(rank) for rank in range(grid.layout.world_size)]
+    world = range(grid.layout.world_size)
+    assert [grid.group_of(rank, ()) for rank in world] == [(rank,) for rank in world]
+    data_ranks = [grid.data_rank(rank) for rank in world]
     assert sorted(set(data_ranks)) == list(range(replicate * shard))
 
 

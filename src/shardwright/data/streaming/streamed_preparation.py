@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from shardwright.config.data import DataSource
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import (
     DUPLICATE,
@@ -36,14 +39,20 @@ from shardwright.data.dataset import TokenDataset
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.prepared_data import PreparedData
+from shardwright.data.records.record_formats import RecordSchema
 from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.scheduled_mixture import build_weight_schedule, describe_weight_schedule
 from shardwright.data.source_files import ProgressCallback, SourceFiles
-from shardwright.data.sources import BrokenRecord
+from shardwright.data.sources import (
+    BrokenRecord,
+    SourceFile,
+    detect_schemas,
+    read_first_rows,
+)
 from shardwright.data.streaming.shard_cache import ShardCache
 from shardwright.data.streaming.shard_index import ShardIndex
+from shardwright.data.streaming.shard_listing import SourceShard, list_shards
 from shardwright.data.streaming.shard_tokens import ShardBuilder, describe_settings
-from shardwright.data.streaming.streamed_sources import find_shards
 from shardwright.data.streaming.streamed_training import open_streamed_training
 from shardwright.data.token_store import TokenCounts, open_tokens, write_tokens
 from shardwright.data.tokenisation import CACHE_VERSION, load_given_tokenizer, load_template
@@ -51,6 +60,7 @@ from shardwright.data.tokenizer import AbsentTokenizer, FastTokenizer
 from shardwright.errors import DataError, TokenizerError
 
 _STATISTICS_FILE = "records.json"
+_SCHEMA_FILE = "schemas.json"
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ def _open_sources(
     validation_only = recipe.data.model_copy(update={"sources": (), "streaming": None})
     files = SourceFiles(recipe.model_copy(update={"data": validation_only}), progress)
     cache = ShardCache(files.root / "streamed", streaming.cache_bytes)
-    shards = find_shards(recipe.data.sources, cache, "data.sources")
+    shards = _find_shards(recipe.data.sources, cache, "data.sources")
     kinds = {
         "text" if shard.file.format == "text" else shard.file.records.canonical for shard in shards
     } | files.canonical_kinds
@@ -232,3 +242,51 @@ def _tokenise_validation(sources: _StreamedSources) -> tuple[str, Path]:
         (folder / _STATISTICS_FILE).write_text(json.dumps(content), encoding="utf-8")
 
     return key, build_once(files.root, f"tokens/{key}", build)
+
+
+def _find_shards(
+    sources: Sequence[DataSource], cache: ShardCache, field: str
+) -> tuple[SourceShard, ...]:
+    """List the shards of all sources, and detect the kind of records from the first of each.
+
+    Raises:
+        DataError: as `list_shards` and `detect_schemas`.
+    """
+    shards = list_shards(sources, field)
+    if all(shard.file_system is None for shard in shards):
+        files = detect_schemas([shard.file for shard in shards], sources, field)
+        return tuple(replace(shard, file=file) for shard, file in zip(shards, files, strict=True))
+
+    def build(folder: Path) -> None:
+        files = detect_schemas(
+            [shard.file for shard in shards],
+            sources,
+            field,
+            lambda files: _read_first_rows(files, shards, cache),
+        )
+        schemas = [[file.records.kind, file.records.columns] for file in files]
+        (folder / _SCHEMA_FILE).write_text(json.dumps(schemas), encoding="utf-8")
+
+    settings = [source.model_dump(mode="json") for source in sources]
+    key = compute_key([settings, [shard.stamp for shard in shards]])
+    folder = build_once(cache.root, f"schemas/{key}", build)
+    schemas = json.loads((folder / _SCHEMA_FILE).read_text(encoding="utf-8"))
+    return tuple(
+        replace(
+            shard,
+            file=replace(shard.file, records=RecordSchema(kind, tuple(map(tuple, columns)))),
+        )
+        for shard, (kind, columns) in zip(shards, schemas, strict=True)
+    )
+
+
+def _read_first_rows(
+    files: Sequence[SourceFile], shards: Sequence[SourceShard], cache: ShardCache
+) -> list[dict[str, Any]]:
+    """Return the first records of the first file that has any; fetches one file at a time."""
+    for file in files:
+        shard = next(shard for shard in shards if shard.file == file)
+        with cache.open_scratch(shard.fetched_bytes) as folder:
+            if rows := read_first_rows([shard.fetch(folder)]):
+                return rows
+    return []

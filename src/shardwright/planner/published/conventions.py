@@ -11,7 +11,7 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.planner.engine_model import (
-    OPTIMIZER_STATE_BYTES,
+    OPTIMIZER_COSTS,
     SEPARATE_ADAPTER_PASSES,
     AdapterPasses,
     BlockBytes,
@@ -206,7 +206,7 @@ class FrameworkConventions(EngineModel):
         return super().get_reduce_bytes(master_bytes, should_reduce_in_bf16=should_reduce_in_bf16)
 
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
-        state_bytes = OPTIMIZER_STATE_BYTES[optimizer] * (2 if master_bytes == 8 else 1)
+        state_bytes = OPTIMIZER_COSTS[optimizer].state_bytes * (2 if master_bytes == 8 else 1)
         if self.has_half_precision_states and optimizer != "adamw_8bit":
             state_bytes /= 2
         return state_bytes + self.master_bytes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
     has_dense_mask,
@@ -358,18 +359,6 @@ def compute_update_seconds(num_elements: float, candidate: Candidate, rates: Dev
 
 
 def count_update_bytes(num_elements: float, candidate: Candidate) -> float:
-    """Count the bytes that norm, clip and update read and write: 40 per parameter with AdamW's two
-    moments, 4 of them for the norm.
-
-    For Muon only memory traffic is counted, without the orthogonalisation's matmuls and
-    communication.
-    """
-    per_element = {
-        "adamw": 40.0,
-        "adamw_8bit": 28.0,
-        "adafactor": 36.0,
-        "muon": 44.0,
-        "sgd": 24.0,
-        "sgd_momentum": 32.0,
-    }[candidate.optimizer]
+    """Count the bytes that norm, clip and update read and write."""
+    per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
     return num_elements * per_element * candidate.master_bytes / 4

@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -15,6 +16,7 @@ from shardwright.architecture import HFShape, ModelShape
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadTier
+from shardwright.config.training import OptimizerName
 from shardwright.errors import RecipeError
 from shardwright.hardware.host_memory import read_available_memory
 from shardwright.launch.devices import should_use_cuda
@@ -25,10 +27,10 @@ from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.offload.file_systems import classify_file_system, read_file_system
-from shardwright.planner.engine_model import OPTIMIZER_STATE_BYTES
+from shardwright.planner.engine_model import OPTIMIZER_COSTS, choose_optimizer_kind
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate
-from shardwright.planner.update_place import HOST_UPDATED_OPTIMIZERS, choose_update_place
+from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
 from shardwright.training.checks.trained_offload_checks import check_trained_offload
@@ -93,9 +95,8 @@ def _get_moment_bytes(recipe: Recipe) -> float:
     Raises:
         RecipeError: the optimizer has none.
     """
-    name = recipe.optimizer.name
-    has_momentum = name == "sgd" and recipe.optimizer.effective_momentum > 0.0
-    if name == "sgd" and not has_momentum:
+    kind = choose_optimizer_kind(recipe.optimizer)
+    if kind == "sgd":
         raise RecipeError(
             "sgd without momentum has no states to offload",
             field="offload.optimizer",
@@ -103,7 +104,7 @@ def _get_moment_bytes(recipe: Recipe) -> float:
             allowed="none",
             remedy="Remove it, or set optimizer.momentum",
         )
-    return OPTIMIZER_STATE_BYTES["sgd_momentum" if has_momentum else name]
+    return OPTIMIZER_COSTS[kind].state_bytes
 
 
 def _count_trained_elements(plan: Plan, trained_names: Collection[str]) -> int:
@@ -124,13 +125,14 @@ def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
     """
     if choose_update_place(recipe).place == "device":
         return 0
-    if recipe.optimizer.name not in HOST_UPDATED_OPTIMIZERS:
+    if not OPTIMIZER_COSTS[recipe.optimizer.name].has_local_update:
+        names = [name for name in get_args(OptimizerName) if OPTIMIZER_COSTS[name].has_local_update]
         raise RecipeError(
             f"the update of {recipe.optimizer.name} needs whole matrices of all ranks, which are "
             "on their devices",
             field="offload.update_on",
             got="host",
-            allowed=f"auto or device; host with {', '.join(HOST_UPDATED_OPTIMIZERS)}",
+            allowed=f"auto or device; host with {', '.join(names)}",
             remedy="Remove it, or choose another optimizer",
         )
     return 2 * num_elements * resolve_dtypes(plan.precision).param.itemsize
