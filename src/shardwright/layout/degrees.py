@@ -16,6 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
+ExpertDispatch = Literal["whole", "auto", "halves"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -60,6 +61,7 @@ class Layout:
     zero_stage: ZeroStage = 0
     sequence_parallel: bool = True
     async_tensor_parallel: AsyncTensorParallel = "none"
+    expert_dispatch: ExpertDispatch = "whole"
     cp_method: CpMethod = "auto"
     cp_split: CpSplit = "zigzag"
     schedule: str = "1f1b"
@@ -165,6 +167,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         zero_stage=stage,
         sequence_parallel=section.sequence_parallel,
         async_tensor_parallel=section.async_tensor_parallel,
+        expert_dispatch=section.expert_dispatch,
         cp_method=section.cp_method,
         cp_split=section.cp_split,
         schedule=section.schedule,
