@@ -292,7 +292,7 @@ def test_computation_overlaps_with_the_exchange(
     ]
     for steps, (forward, backward) in zip(recorded, (WHOLE, HALVES), strict=True):
         # Recomputation keeps the counts and repeats the rest. A compiler decides when it does so.
-        repeated = forward[1:] if recompute == "full" else []
+        repeated = [] if recompute == "none" else forward[1:]
         for step in steps:
             first, second = split_at_backward(step.log)
             assert first == forward

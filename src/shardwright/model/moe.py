@@ -262,10 +262,10 @@ class MixtureOfExperts(nn.Module):
         slots = [part.slots_M for part in parts]
         if routing.has_drops:
             slots = list(map(hooks.keep_sent_slots, slots, counts))
-        sent = [
-            hooks.start_dispatch(_gather_choices(*chosen), part_counts)
-            for *chosen, part_counts in zip(parts, slots, counts, strict=True)
-        ]
+        sent = []
+        for part, slots_M, part_counts in zip(parts, slots, counts, strict=True):
+            rows_MD = _gather_choices(part, slots_M)
+            sent.append(hooks.start_dispatch(rows_MD, part_counts))
         overlapped = None if overlapped_compute is None else overlapped_compute()
         returned = []
         while sent:
