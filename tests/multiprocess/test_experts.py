@@ -80,13 +80,20 @@ def list_failures(report: VerificationReport) -> list[Any]:
         (MIXTRAL, Layout(dp_shard=2, zero_stage=3), CAPACITY),
         (GPT_OSS, Layout(dp_shard=2, zero_stage=1), LOSSES),
         (DEEPSEEK, Layout(dp_shard=2, zero_stage=2), LOSSES),
-        (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), PLAIN),
+        pytest.param(
+            DEEPSEEK,
+            Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+            PLAIN,
+            marks=pytest.mark.long,
+        ),
         # sharded experts
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
         (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=3), LOSSES),
         (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3), CAPACITY),
-        (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES),
+        pytest.param(
+            GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES, marks=pytest.mark.long
+        ),
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
         (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="halves", zero_stage=2), IDLE),

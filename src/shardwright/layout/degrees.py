@@ -157,6 +157,14 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             allowed=f"a divisor of {fsdp}",
             remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
         )
+    if section.expert_dispatch == "halves" and section.ep == 1:
+        raise LayoutError(
+            "without expert parallelism (ep 1) no rows are sent to experts",
+            field="layout.expert_dispatch",
+            got="halves",
+            allowed="whole",
+            remedy="Remove it, or set ep",
+        )
     return Layout(
         dp_replicate=replicate,
         dp_shard=shard,
