@@ -18,6 +18,9 @@ from torch import Tensor
 from shardwright.architecture import read_config
 from shardwright.config import Recipe
 from shardwright.model.mlp import FeedForward
+from shardwright.model.moe import MixtureOfExperts
+from shardwright.model.routing import Routing
+from shardwright.parallel.expert_parallel import TokenDispatcher
 from shardwright.parallel.pipelined_products import PipelinedProducts
 from shardwright.parallel.tensor_parallel import TensorParallel
 from shardwright.schedule import PIPELINE_SCHEDULES
@@ -66,6 +69,7 @@ DENSE_LAYOUTS: list[dict[str, Any]] = [
 ]
 EXPERT_LAYOUTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "ep": 2, "zero_stage": 3},
+    {"dp_shard": 2, "ep": 2, "zero_stage": 3, "expert_dispatch": "halves"},
     {"dp_shard": 4, "ep": 2, "zero_stage": 1},
     {"dp_shard": 2, "ep": 2, "tp": 2, "zero_stage": 2},
     {"dp_shard": 2, "ep": 2, "pp": 2, "zero_stage": 2},
@@ -194,17 +198,22 @@ def measure_feed_forward(rank: int, folder: Path) -> None:
         gradient = step()
         expected = gradient if expected is None else expected
         distance = float((gradient - expected).abs().max() / expected.abs().max())
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        dist.barrier()
-        events[0].record()
-        for _ in range(20):
-            step()
-        events[1].record()
-        torch.cuda.synchronize()
-        results[overlap] = (events[0].elapsed_time(events[1]) / 20, distance)
+        results[overlap] = (time_steps(step), distance)
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def time_steps(step: Callable[[], Tensor]) -> float:
+    """Measure the mean milliseconds of 20 steps that all ranks begin together."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    dist.barrier()
+    events[0].record()
+    for _ in range(20):
+        step()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / 20
 
 
 def test_speed_of_overlapped_tensor_parallelism(
@@ -221,6 +230,56 @@ def test_speed_of_overlapped_tensor_parallelism(
         (tmp_path / "results.json").read_text()
     ).items():
         record_property(f"async_tensor_parallel: {overlap}", f"{milliseconds:.3f} ms")
+        assert distance < 0.02
+
+
+def measure_experts(rank: int, folder: Path) -> None:
+    """Time a sparse layer of the Mixtral-8x7B shape on two ranks, and compare gradients."""
+    torch.cuda.set_device(rank)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=2)
+    sizes = {"hidden_size": 4096, "moe_intermediate_size": 14336, "num_experts": 8}
+    torch.manual_seed(rank)
+    with torch.device("cuda"):
+        layer = MixtureOfExperts(read_config(EXPERT_CONFIG | sizes | {"vocab_size": 64}))
+        for stack in (layer.experts.gate_up, layer.experts.down):
+            own = torch.empty_like(stack.weight.chunk(2)[rank], dtype=torch.bfloat16)
+            stack.weight = torch.nn.Parameter(torch.nn.init.normal_(own, std=0.02))
+        x_ND = torch.randn(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+        routing = Routing(torch.rand(8192, 8).topk(2).indices, torch.full((8192, 2), 0.5))
+    results = {}
+    expected: Tensor | None = None
+    for name, num_parts in (("whole", 1), ("halves", 2)):
+        hooks = TokenDispatcher(dist.group.WORLD, None, 1, num_parts)
+
+        def step(hooks: TokenDispatcher = hooks) -> Tensor:
+            output, _ = layer._exchange_rows(x_ND, routing, hooks, None)
+            weights = [layer.experts.gate_up.weight, layer.experts.down.weight]
+            return torch.autograd.grad(output.float().square().sum(), [x_ND, *weights])[0]
+
+        gradient = step()
+        expected = gradient if expected is None else expected
+        distance = float((gradient - expected).abs().max() / expected.abs().max())
+        results[name] = (time_steps(step), distance)
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def test_speed_of_expert_dispatch_in_halves(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The page of `make gpu` shows the times: 8,192 tokens, forward and backward pass."""
+    skip_without_gpus(2)
+    monkeypatch.delenv("NCCL_BUFFSIZE")
+    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
+    torch.multiprocessing.spawn(measure_experts, (tmp_path,), nprocs=2)
+    for name, (milliseconds, distance) in json.loads(
+        (tmp_path / "results.json").read_text()
+    ).items():
+        record_property(f"expert_dispatch: {name}", f"{milliseconds:.3f} ms")
         assert distance < 0.02
 
 

@@ -56,7 +56,12 @@ CASES_ON_TWO_RANKS = [
     CompiledCase("llama", Layout(tp=2), "selective"),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ring"), "full"),
     CompiledCase("mixtral", Layout(cp=2, cp_method="ulysses")),
-    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=1), "selective", LIMITED),
+    CompiledCase(
+        "mixtral",
+        Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1),
+        "selective",
+        LIMITED,
+    ),
     CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=3), "full"),
 ]
 LONG = [
@@ -68,10 +73,17 @@ LONG = [
     CompiledCase("gemma2", Layout(cp=2, cp_method="all_gather"), "selective"),
     CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=2)),
     CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=1), "full", LIMITED),
-    CompiledCase("gpt_oss", Layout(dp_shard=2, ep=2, zero_stage=3), "selective", LIMITED),
+    CompiledCase(
+        "gpt_oss",
+        Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=3),
+        "selective",
+        LIMITED,
+    ),
     CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=2), "selective"),
     CompiledCase("deepseek", Layout(cp=2, ep=2, cp_method="ring"), "full", LIMITED),
-    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), "full"),
+    CompiledCase(
+        "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), "full"
+    ),
     CompiledCase("gpt_oss", Layout(tp=2), "full", LIMITED),
 ]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -12,11 +13,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from shardwright.architecture import read_config, read_recipe_shape
+from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.block import RecomputeRunner
 from shardwright.parallel import fsdp, row_exchange
+from shardwright.parallel.recompute import build_block_runner
 from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
@@ -77,32 +80,41 @@ def list_failures(report: VerificationReport) -> list[Any]:
         (MIXTRAL, Layout(dp_shard=2, zero_stage=3), CAPACITY),
         (GPT_OSS, Layout(dp_shard=2, zero_stage=1), LOSSES),
         (DEEPSEEK, Layout(dp_shard=2, zero_stage=2), LOSSES),
-        (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), PLAIN),
+        pytest.param(
+            DEEPSEEK,
+            Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+            PLAIN,
+            marks=pytest.mark.long,
+        ),
         # sharded experts
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
-        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=2), CAPACITY),
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES),
+        (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=2), CAPACITY),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=3), LOSSES),
         (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3), CAPACITY),
-        (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES),
+        pytest.param(
+            GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES, marks=pytest.mark.long
+        ),
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
-        (GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE),
+        (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="halves", zero_stage=2), IDLE),
         # context parallelism
         (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
-        (DEEPSEEK, Layout(cp=2, ep=2, cp_method="ring"), LOSSES),
+        (DEEPSEEK, Layout(cp=2, ep=2, expert_dispatch="halves", cp_method="ring"), LOSSES),
         (GPT_OSS, Layout(cp=2, ep=2, zero_stage=3, cp_method="ring"), CAPACITY),
         (MIXTRAL, Layout(dp_replicate=2, cp=2, ep=2, cp_method="all_gather"), CAPACITY),
         # pipelines
         (DEEPSEEK, Layout(pp=2), VerificationCase(4, "none", router_losses=True)),
         (
             MIXTRAL,
-            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"),
+            Layout(
+                dp_shard=2, ep=2, expert_dispatch="halves", pp=2, zero_stage=2, schedule="zb_h1"
+            ),
             VerificationCase(4, "full", router_losses=True),
         ),
         # tensor parallelism
         (GPT_OSS, Layout(tp=2), CAPACITY),
         (DEEPSEEK, Layout(tp=2, sequence_parallel=False), LOSSES),
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, tp=2, zero_stage=3), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), LOSSES),
         (GPT_OSS, Layout(dp_shard=2, ep=2, tp=2, zero_stage=1, sequence_parallel=False), LOSSES),
     ],
     ids=str,
@@ -124,7 +136,7 @@ def wrap_experts_separately() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("layout", "case"),
     [
-        (Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
+        (Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1), PLAIN),
         (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES),
     ],
     ids=str,
@@ -155,14 +167,14 @@ def compile_blocks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), CAPACITY),
+        (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1), CAPACITY),
         pytest.param(
             DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES, marks=pytest.mark.long
         ),
         pytest.param(GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=2), IDLE, marks=pytest.mark.long),
         pytest.param(
             DEEPSEEK,
-            Layout(dp_shard=2, ep=2, tp=2, zero_stage=3),
+            Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3),
             CAPACITY,
             marks=pytest.mark.long,
         ),
@@ -180,59 +192,127 @@ def test_compiled_blocks(
     assert report.passed, list_failures(report)
 
 
-def record_order(zero_stage: Any, is_compiled: bool) -> list[str]:
-    """Record when exchanges start and end and shared experts run, in one sparse layer."""
-    log = _overlap_log
+class RecordedStep(NamedTuple):
+    """Order of a sparse layer's operations, and the loss and gradients of a step."""
+
+    log: list[str]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> RecordedStep:
+    """Record when row counts are read, exchanges start and end, and experts run, in one sparse
+    layer.
+    """
+    log = _order_log
     log.clear()
-    layout = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
-    precision = PrecisionSection(kind="fp32")
+    precision = PrecisionSection(kind="fp64")
     model = build_model(read_config(DEEPSEEK), layout, BatchPlan(12, 2, 1, 2), precision, seed=0)
-    issue = row_exchange.start_all_to_all
-    wait = row_exchange.wait_all_to_all
+    model.decoder.set_recompute(build_block_runner(model.decoder.shape, layout, recompute))
 
-    def log_issue(*arguments: Any) -> Any:
-        log.append("issue")
-        return issue(*arguments)
+    def add_logging(name: str) -> None:
+        module = model.decoder.get_submodule(f"layers.1.mlp.{name}")
+        compute = module.forward
+        module.forward = lambda *arguments: _log_call(compute(*arguments), name)
 
-    def log_wait(work: Any) -> None:
-        log.append("wait")
-        wait(work)
+    def log_before(function: Any, event: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            log.append(event)
+            return function(*arguments)
 
-    shared = model.decoder.get_submodule("layers.1.mlp.shared_experts")
-    compute = shared.forward
-    shared.forward = lambda *arguments: _log_shared(compute(*arguments))
+        return call
+
+    for name in ("shared_experts", "experts"):
+        add_logging(name)
     if is_compiled:
         torch._dynamo.reset()  # graphs of earlier tests count towards torch's limit
         model.decoder.compile_blocks(backend="aot_eager", fullgraph=True)
     ids_BT = torch.arange(24).view(2, 12)
-    with (
-        patch.object(row_exchange, "start_all_to_all", log_issue),
-        patch.object(row_exchange, "wait_all_to_all", log_wait),
-    ):
+    with ExitStack() as patches:
+        for name, event in (
+            ("read_row_counts", "read"),
+            ("start_all_to_all", "issue"),
+            ("wait_all_to_all", "wait"),
+        ):
+            logged = log_before(getattr(row_exchange, name), event)
+            patches.enter_context(patch.object(row_exchange, name, logged))
         loss = model.module(ids_BT, labels_BT=ids_BT)
         log.append("backward")
         loss.backward()
-    return log
+    model.finish_gradients()
+    gradients = {
+        name: gradient.clone()
+        for name, _ in model.named_parameters()
+        if (gradient := model.gather_gradient(name)) is not None
+    }
+    return RecordedStep(list(log), loss.detach(), gradients)
 
 
-_overlap_log: list[str] = []
+_order_log: list[str] = []
 
 
-@torch.library.custom_op("shardwright_tests::log_shared", mutates_args=())
-def _log_shared(x: torch.Tensor) -> torch.Tensor:
-    _overlap_log.append("shared")
+@torch.library.custom_op("shardwright_tests::log_call", mutates_args=())
+def _log_call(x: torch.Tensor, name: str) -> torch.Tensor:
+    _order_log.append(name)
     return x.clone()
 
 
-_log_shared.register_fake(torch.empty_like)
-_log_shared.register_autograd(lambda _ctx, gradient: _log_shared(gradient))
+_log_call.register_fake(lambda x, name: torch.empty_like(x))
+_log_call.register_autograd(
+    lambda ctx, gradient: (_log_call(gradient, ctx.name), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "name", inputs[1]),
+)
+
+WHOLE = (
+    ["read", "issue", "shared_experts", "wait", "experts", "issue", "wait"],
+    ["issue", "wait", "experts", "issue", "shared_experts", "wait"],
+)
+BOTH_HALVES = ("wait", "experts", "issue") * 2
+"""The second half is on its way while the first has its experts, which start to return the first
+before the second has its own."""
+HALVES = (
+    ["read", "issue", "issue", "shared_experts", *BOTH_HALVES, "wait", "wait"],
+    ["issue", "issue", *BOTH_HALVES, "shared_experts", "wait", "wait"],
+)
 
 
-@pytest.mark.parametrize(("zero_stage", "is_compiled"), [(1, False), (3, False), (3, True)])
-def test_shared_experts_overlap_with_the_exchange(
-    ranks: RankPool, zero_stage: int, is_compiled: bool
+@pytest.mark.parametrize(
+    ("zero_stage", "recompute", "is_compiled"),
+    [
+        (1, "none", False),
+        (3, "full", False),
+        (3, "none", True),
+        pytest.param(2, "selective", False, marks=pytest.mark.long),
+        pytest.param(3, "full", True, marks=pytest.mark.long),
+    ],
+)
+def test_computation_overlaps_with_the_exchange(
+    ranks: RankPool, zero_stage: Any, recompute: RecomputeKind, is_compiled: bool
 ) -> None:
-    forward = ["issue", "shared", "wait", "issue", "wait"]
-    backward = ["issue", "wait", "issue", "shared", "wait"]
-    for log in ranks.run(2, record_order, zero_stage, is_compiled):
-        assert log == [*forward, "backward", *backward]
+    """Shared experts run during an exchange. The experts of one half of the tokens do so too if
+    the other half is exchanged by itself, with the same loss and gradients.
+    """
+    whole = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
+    halves = replace(whole, expert_dispatch="halves")
+    recorded = [
+        ranks.run(2, record_step, layout, recompute, is_compiled) for layout in (whole, halves)
+    ]
+    for steps, (forward, backward) in zip(recorded, (WHOLE, HALVES), strict=True):
+        # Recomputation keeps the counts and repeats the rest. A compiler decides when it does so.
+        repeated = [] if recompute == "none" else forward[1:]
+        for step in steps:
+            first, second = split_at_backward(step.log)
+            assert first == forward
+            if not (is_compiled and repeated):
+                assert second == [*repeated, *backward]
+    for expected, got in zip(*recorded, strict=True):
+        assert torch.equal(got.loss, expected.loss)
+        assert got.gradients.keys() == expected.gradients.keys()
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def split_at_backward(log: list[str]) -> tuple[list[str], list[str]]:
+    """Split a log into forward and backward pass."""
+    start = log.index("backward")
+    return log[:start], log[start + 1 :]

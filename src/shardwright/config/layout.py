@@ -36,6 +36,10 @@ class LayoutSection(RecipeSection):
     `chunked`: chunks of tokens are communicated beside the products of others, and gradients are
     summed behind those of weights. `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks
     of one node) in place of chunks. `auto`: `fused` where it is available, else none."""
+    expert_dispatch: Literal["whole", "halves"] = "whole"
+    """Order of exchanges and experts under `ep`. `whole`: all rows are sent to their experts,
+    computed and returned. `halves`: one half of the tokens' rows are sent beside the experts of
+    the other half."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
     keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""

@@ -16,6 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
+ExpertDispatch = Literal["whole", "halves"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -60,6 +61,7 @@ class Layout:
     zero_stage: ZeroStage = 0
     sequence_parallel: bool = True
     async_tensor_parallel: AsyncTensorParallel = "none"
+    expert_dispatch: ExpertDispatch = "whole"
     cp_method: CpMethod = "auto"
     cp_split: CpSplit = "zigzag"
     schedule: str = "1f1b"
@@ -155,6 +157,14 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             allowed=f"a divisor of {fsdp}",
             remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
         )
+    if section.expert_dispatch == "halves" and section.ep == 1:
+        raise LayoutError(
+            "without expert parallelism (ep 1) no rows are sent to experts",
+            field="layout.expert_dispatch",
+            got="halves",
+            allowed="whole",
+            remedy="Remove it, or set ep",
+        )
     return Layout(
         dp_replicate=replicate,
         dp_shard=shard,
@@ -165,6 +175,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         zero_stage=stage,
         sequence_parallel=section.sequence_parallel,
         async_tensor_parallel=section.async_tensor_parallel,
+        expert_dispatch=section.expert_dispatch,
         cp_method=section.cp_method,
         cp_split=section.cp_split,
         schedule=section.schedule,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,11 @@ from shardwright.architecture.nf4_layout import compute_row_bytes
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.mlp import FeedForward, apply_clamped_gate, apply_gate
-from shardwright.model.parallel_hooks import NO_PARALLEL_HOOKS, ParallelHooks
+from shardwright.model.parallel_hooks import (
+    NO_PARALLEL_HOOKS,
+    ExpertParallelHooks,
+    ParallelHooks,
+)
 from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
 from shardwright.model.products.product import ProductRule, multiply_by_expert
@@ -164,6 +169,28 @@ class Experts(nn.Module):
         )
 
 
+class _TokenPart(NamedTuple):
+    """Some of the tokens, with their choices of experts."""
+
+    x_ND: Tensor
+    weights_NK: Tensor
+    counts_E: Tensor
+    slots_M: Tensor
+    """Index of each choice, sorted by expert. Dropped ones come last."""
+
+
+def _gather_choices(part: _TokenPart, slots_M: Tensor) -> Tensor:
+    """Gather the token of each choice, `[M, D]`."""
+    return gather_rows(part.x_ND, slots_M, part.weights_NK.shape[1])
+
+
+def _sum_choices(part: _TokenPart, slots_M: Tensor, out_MD: Tensor) -> Tensor:
+    """Compute the weighted sum of each token's experts, `[N, D]`, from the rows of its choices."""
+    num_tokens, copies = part.weights_NK.shape
+    out_NKD = scatter_rows(out_MD, slots_M, num_tokens * copies).unflatten(0, (num_tokens, copies))
+    return (part.weights_NK.to(part.x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1)
+
+
 class MixtureOfExperts(nn.Module):
     """Weighted sum of each token's chosen experts, plus the shared experts."""
 
@@ -205,28 +232,63 @@ class MixtureOfExperts(nn.Module):
 
         `overlapped_compute` runs during the communication of expert parallelism.
         """
-        num_tokens, copies = routing.experts_NK.shape
-        counts_E = count_tokens(routing.experts_NK, self.shape.num_experts)
-        slots_M = routing.experts_NK.flatten().argsort(stable=True)
         hooks = self.parallel_hooks.expert
-        if hooks is None or hooks.degree == 1:
-            if routing.has_drops:
-                slots_M = take_first(slots_M, counts_E.sum())  # drops sort last
-            out_MD = self.experts(gather_rows(x_ND, slots_M, copies), counts_E)
-            overlapped = None if overlapped_compute is None else overlapped_compute()
-        else:
-            counts = hooks.exchange_counts(counts_E, slots_M.shape[0])
-            if routing.has_drops:
-                slots_M = hooks.keep_sent_slots(slots_M, counts)
-            rows_MD = gather_rows(x_ND, slots_M, copies)
-            dispatched = hooks.dispatch(rows_MD, counts, overlapped_compute)
+        if hooks is not None and hooks.degree > 1:
+            return self._exchange_rows(x_ND, routing, hooks, overlapped_compute)
+        (part,) = self._split_tokens(x_ND, routing, 1)
+        slots_M = part.slots_M
+        if routing.has_drops:
+            slots_M = take_first(slots_M, part.counts_E.sum())  # drops sort last
+        out_MD = self.experts(_gather_choices(part, slots_M), part.counts_E)
+        overlapped = None if overlapped_compute is None else overlapped_compute()
+        return _sum_choices(part, slots_M, out_MD), overlapped
+
+    def _exchange_rows(
+        self,
+        x_ND: Tensor,
+        routing: Routing,
+        hooks: ExpertParallelHooks,
+        overlapped_compute: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do the same with experts of other ranks, to which the rows of each part are sent.
+
+        Rows of the second part are sent beside the experts of the first, whose results are sent
+        beside the experts of the second. Autograd runs the latest operations first, so gradients
+        overlap likewise.
+        """
+        parts = self._split_tokens(x_ND, routing, hooks.num_parts)
+        num_choices = [part.slots_M.shape[0] for part in parts]
+        counts = hooks.exchange_counts(torch.stack([part.counts_E for part in parts]), num_choices)
+        slots = [part.slots_M for part in parts]
+        if routing.has_drops:
+            slots = list(map(hooks.keep_sent_slots, slots, counts))
+        sent = []
+        for part, slots_M, part_counts in zip(parts, slots, counts, strict=True):
+            rows_MD = _gather_choices(part, slots_M)
+            sent.append(hooks.start_dispatch(rows_MD, part_counts))
+        overlapped = None if overlapped_compute is None else overlapped_compute()
+        returned = []
+        while sent:
+            dispatched = sent.pop(0)()
             out_RD = self.experts(dispatched.rows_RD, dispatched.counts_e)
-            out_MD = hooks.combine(out_RD, dispatched)
-            overlapped = dispatched.overlapped_output
-        out_NKD = scatter_rows(out_MD, slots_M, num_tokens * copies).unflatten(
-            0, (num_tokens, copies)
-        )
-        return (routing.weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
+            returned.append(hooks.start_combine(out_RD, dispatched))
+        results = [finish() for finish in returned]
+        sums = list(map(_sum_choices, parts, slots, results))
+        return sums[0] if len(sums) == 1 else torch.cat(sums), overlapped
+
+    def _split_tokens(self, x_ND: Tensor, routing: Routing, num_parts: int) -> list[_TokenPart]:
+        """Split the tokens into parts of equal size, as far as their number allows."""
+        wholes = (x_ND, routing.weights_NK, routing.experts_NK)
+        split = [[whole] if num_parts == 1 else whole.tensor_split(num_parts) for whole in wholes]
+        return [
+            _TokenPart(
+                tokens_ND,
+                weights_NK,
+                count_tokens(experts_NK, self.shape.num_experts),
+                experts_NK.flatten().argsort(stable=True),
+            )
+            for tokens_ND, weights_NK, experts_NK in zip(*split, strict=True)
+        ]
 
     def route(self, x_BTD: Tensor, context: ForwardContext) -> Routing:
         """Choose experts; in training also count, limit to capacity, and add router losses."""

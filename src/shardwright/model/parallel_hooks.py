@@ -10,7 +10,7 @@ key/value heads, E head_dim, N tokens flat.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -73,30 +73,31 @@ class ContextParallelHooks(Protocol):
 
 
 class DispatchedTokens(Protocol):
-    """Rows at the ranks of their experts, and the result of the overlapped computation."""
+    """Rows at the ranks of their experts, and the rows of each expert there."""
 
     rows_RD: Tensor
     counts_e: Tensor
-    overlapped_output: Tensor | None
 
 
 class ExpertParallelHooks(Protocol):
     """Hooks of expert parallelism, and communication of the routers.
 
-    Experts are sharded over `degree` ranks, which exchange tokens. `num_row_ranks` is the number of
-    ranks with tokens of the same rows (context parallelism). `loss_share` is the factor on a
-    loss that tensor-parallel ranks all compute and whose gradients are summed over them.
+    Experts are sharded over `degree` ranks, which exchange tokens in `num_parts` parts, one beside
+    the experts of another. `num_row_ranks` is the number of ranks with tokens of the same rows
+    (context parallelism). `loss_share` is the factor on a loss that tensor-parallel ranks all
+    compute and whose gradients are summed over them.
     """
 
     rank: int
     degree: int
+    num_parts: int
     num_row_ranks: int
     loss_share: float
 
-    def exchange_counts(self, counts_E: Tensor, num_choices: int) -> Any:
-        """Exchange the numbers of rows of each expert, which `dispatch` needs.
+    def exchange_counts(self, counts_HE: Tensor, num_choices: Sequence[int]) -> Sequence[Any]:
+        """Exchange each part's numbers of rows of each expert, which `start_dispatch` needs.
 
-        The host waits for them. `num_choices` is the sum of `counts_E` if no choice was dropped.
+        The host waits for them. `num_choices` are the sums over experts if no choice was dropped.
         """
         ...
 
@@ -104,18 +105,19 @@ class ExpertParallelHooks(Protocol):
         """Return the slots of the rows to send, the first ones; the others are dropped choices."""
         ...
 
-    def dispatch(
-        self, rows_MD: Tensor, counts: Any, overlapped_compute: Callable[[], Tensor] | None
-    ) -> Any:
-        """Send rows, sorted by expert, to the ranks of their experts; returns `DispatchedTokens`.
+    def start_dispatch(self, rows_MD: Tensor, counts: Any) -> Callable[[], Any]:
+        """Start to send rows, sorted by expert, to the ranks of their experts.
 
-        `overlapped_compute` runs during the communication.
+        Returns:
+            The function that waits for them and returns `DispatchedTokens`.
         """
         ...
 
-    def combine(self, out_RD: Tensor, dispatched: Any) -> Tensor:
-        """Send the experts' outputs back to the source ranks, in the original order, `[M,
-        D]`.
+    def start_combine(self, out_RD: Tensor, dispatched: Any) -> Callable[[], Tensor]:
+        """Start to send the experts' outputs back to the source ranks.
+
+        Returns:
+            The function that waits for them and returns them in the original order, `[M, D]`.
         """
         ...
 

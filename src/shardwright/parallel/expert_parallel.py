@@ -13,13 +13,14 @@ others would wait for it. Gradients arrive summed over the ranks that sent the r
 gradient of an expert is summed over `ep`. Compiled code uses the operators of `row_exchange`
 instead of the autograd functions here.
 
-Legend: E experts, e experts of one rank, P ranks of ep, M rows sent, R rows received, D hidden,
-B rows of tokens, L tokens of this context rank, T tokens of a row, K experts per token.
+Legend: H parts of the tokens, E experts, e experts of one rank, P ranks of ep, M rows sent, R rows
+received, X rows either way, D hidden, B rows of tokens, L tokens of this context rank, T tokens of
+a row, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +47,8 @@ def build_token_dispatcher(
     """Build the token dispatcher of a sparse model; None if no rank needs data of another."""
     if mesh is None or shape.experts is None or layout.ep == layout.cp == layout.tp == 1:
         return None
-    return TokenDispatcher(mesh.group("ep"), mesh.group("cp"), layout.tp)
+    num_parts = 2 if layout.expert_dispatch == "halves" else 1
+    return TokenDispatcher(mesh.group("ep"), mesh.group("cp"), layout.tp, num_parts)
 
 
 @dataclass
@@ -94,8 +96,6 @@ class AllToAllDispatch:
     """Index, in order of arrival, of each sorted row."""
     counts: ExchangedCounts | TracedCounts
     num_sent_rows: int
-    overlapped_output: Tensor | None
-    """Result of the computation that overlapped the exchange."""
 
 
 class TokenDispatcher:
@@ -109,29 +109,39 @@ class TokenDispatcher:
         group: dist.ProcessGroup | None,
         row_group: dist.ProcessGroup | None,
         tensor_degree: int,
+        num_parts: int = 1,
     ) -> None:
         self.group = group
         self.group_name = "" if group is None else row_exchange.register_group(group)
         self.row_group = row_group
         self.degree = 1 if group is None else group.size()
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.num_parts = num_parts
         self.num_row_ranks = 1 if row_group is None else row_group.size()
         self.loss_share = 1.0 / tensor_degree
 
-    def exchange_counts(self, counts_E: Tensor, num_choices: int) -> ExchangedCounts | TracedCounts:
-        """Exchange the numbers of rows of each expert; the host waits for them.
+    def exchange_counts(
+        self, counts_HE: Tensor, num_choices: Sequence[int]
+    ) -> Sequence[ExchangedCounts | TracedCounts]:
+        """Exchange each part's numbers of rows of each expert; the host waits for them.
 
-        `num_choices` is the sum of `counts_E` if no choice was dropped.
+        `num_choices` are the sums over experts if no choice was dropped.
         """
         if torch.compiler.is_compiling():
-            return row_exchange.exchange_traced_counts(counts_E, self.group_name)
-        return keep_statistic(partial(self._exchange_counts, counts_E, num_choices))
+            return row_exchange.exchange_traced_counts(counts_HE, self.group_name)
+        return keep_statistic(partial(self._exchange_counts, counts_HE, num_choices))
 
-    def _exchange_counts(self, counts_E: Tensor, num_choices: int) -> ExchangedCounts:
+    def _exchange_counts(
+        self, counts_HE: Tensor, num_choices: Sequence[int]
+    ) -> list[ExchangedCounts]:
         assert self.group is not None
-        sent_Pe = counts_E.view(self.degree, -1)
-        received_Pe = row_exchange.exchange_equal_parts(sent_Pe, self.group)
-        return ExchangedCounts(received_Pe, *_read_row_counts(sent_Pe, received_Pe, num_choices))
+        sent_HPe = counts_HE.unflatten(1, (self.degree, -1))
+        received_HPe = row_exchange.exchange_equal_parts(sent_HPe, self.group)
+        host_counts = _read_row_counts(sent_HPe, received_HPe, num_choices)
+        return [
+            ExchangedCounts(received_Pe, send, receive)
+            for received_Pe, (send, receive) in zip(received_HPe, host_counts, strict=True)
+        ]
 
     def keep_sent_slots(self, slots_M: Tensor, counts: ExchangedCounts | TracedCounts) -> Tensor:
         """Return the slots of the rows to send, the first ones; the others are dropped choices."""
@@ -139,52 +149,43 @@ class TokenDispatcher:
             return take_first(slots_M, counts.host_counts_2P[0].sum())
         return slots_M[: sum(counts.send)]
 
-    def dispatch(
-        self,
-        rows_MD: Tensor,
-        counts: ExchangedCounts | TracedCounts,
-        overlapped_compute: Callable[[], Tensor] | None,
-    ) -> AllToAllDispatch:
-        """Send rows, sorted by expert, to the experts' ranks; `overlapped_compute` runs before the
-        wait.
+    def start_dispatch(
+        self, rows_MD: Tensor, counts: ExchangedCounts | TracedCounts
+    ) -> Callable[[], AllToAllDispatch]:
+        """Start to send rows, sorted by expert, to the experts' ranks; return the function that
+        waits for them.
         """
-        overlapped_output = None
+        num_rows = rows_MD.shape[0]
+        finish: Callable[[], Tensor]
         if isinstance(counts, TracedCounts):
             ticket = counts.start(rows_MD)
             order_R = counts.sort_received()
-            if overlapped_compute is not None:
-                overlapped_output = overlapped_compute()
-            rows_RD = counts.finish(ticket, order_R, order_R.shape[0], rows_MD)
+            finish = partial(counts.finish, ticket, order_R, order_R.shape[0], rows_MD)
         else:
-            assert self.group is not None
-            exchange = _AllToAllExchange(self.group, counts.send, counts.receive)
-            pending_RD = _StartAllToAll.apply(rows_MD, exchange)
+            finish_exchange = self._start_exchange(rows_MD, counts.send, counts.receive)
             order_R = row_exchange.sort_by_expert(counts.received_Pe, sum(counts.receive))
-            if overlapped_compute is not None:
-                overlapped_output = overlapped_compute()
-            rows_RD = _Reorder.apply(_FinishAllToAll.apply(pending_RD, exchange), order_R)
-        return AllToAllDispatch(
-            rows_RD,
-            counts.received_Pe.sum(0),
-            order_R,
-            counts,
-            rows_MD.shape[0],
-            overlapped_output,
+            finish = lambda: _Reorder.apply(finish_exchange(), order_R)  # noqa: E731
+        return lambda: AllToAllDispatch(
+            finish(), counts.received_Pe.sum(0), order_R, counts, num_rows
         )
 
-    def combine(self, out_RD: Tensor, dispatched: AllToAllDispatch) -> Tensor:
-        """Return the experts' outputs to the rows' ranks, in the original order, `[M, D]`."""
+    def start_combine(self, out_RD: Tensor, dispatched: AllToAllDispatch) -> Callable[[], Tensor]:
+        """Start to return the experts' outputs to the rows' ranks; return the function that waits
+        for them, `[M, D]` in the original order.
+        """
         counts = dispatched.counts
         if isinstance(counts, TracedCounts):
             ticket = counts.start(out_RD, dispatched.order_R)
-            return counts.finish(ticket, None, dispatched.num_sent_rows, out_RD)
-        assert self.group is not None
+            return partial(counts.finish, ticket, None, dispatched.num_sent_rows, out_RD)
         unsorted_RD = _Reorder.apply(out_RD, row_exchange.invert_order(dispatched.order_R))
-        exchange = _AllToAllExchange(self.group, counts.receive, counts.send)
-        returned: Tensor = _FinishAllToAll.apply(
-            _StartAllToAll.apply(unsorted_RD, exchange), exchange
-        )
-        return returned
+        return self._start_exchange(unsorted_RD, counts.receive, counts.send)
+
+    def _start_exchange(
+        self, rows_XD: Tensor, send: list[int], receive: list[int]
+    ) -> Callable[[], Tensor]:
+        assert self.group is not None
+        exchange = _AllToAllExchange(self.group, send, receive)
+        return partial(_FinishAllToAll.apply, _StartAllToAll.apply(rows_XD, exchange), exchange)
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Sum `x` in place over the ranks that share a row's tokens, without gradient."""
@@ -219,19 +220,20 @@ class TokenDispatcher:
 
 
 def _read_row_counts(
-    sent_Pe: Tensor, received_Pe: Tensor, num_rows: int
-) -> tuple[list[int], list[int]]:
-    """Read on the host how many rows go to and come from each rank.
+    sent_HPe: Tensor, received_HPe: Tensor, num_rows: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Read on the host how many rows of each part go to and come from each rank.
 
     A rehearsal's fake tensors hold no numbers: loads are then even.
     """
-    if isinstance(sent_Pe, FakeTensor):
-        degree = sent_Pe.shape[0]
-        even = [
-            num_rows * (rank + 1) // degree - num_rows * rank // degree for rank in range(degree)
-        ]
-        return even, [even[0]] * degree
-    return row_exchange.read_row_counts(sent_Pe, received_Pe)
+    if not isinstance(sent_HPe, FakeTensor):
+        return row_exchange.read_row_counts(sent_HPe, received_HPe)
+    degree = sent_HPe.shape[1]
+    counts = []
+    for total in num_rows:
+        even = [total * (rank + 1) // degree - total * rank // degree for rank in range(degree)]
+        counts.append((even, [even[0]] * degree))
+    return counts
 
 
 class _Reorder(torch.autograd.Function):

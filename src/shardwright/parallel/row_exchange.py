@@ -13,8 +13,8 @@ Rows are on one of two sides: `tokens`, on the ranks of their tokens, in the ord
 are sent; or `experts`, on the ranks of their experts, sorted by expert. An operator with
 `order_R` has the experts' side as its input (start) or output (finish).
 
-Legend: P ranks, E experts, e experts of one rank, M rows on the tokens' side, R rows on the
-experts' side, X rows on either, D hidden.
+Legend: H parts of the tokens, P ranks, E experts, e experts of one rank, M rows on the tokens'
+side, R rows on the experts' side, X rows on either, D hidden.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ from torch import Tensor
 from shardwright.parallel.comm_timing import time_wait
 
 
-def exchange_equal_parts(sent_Pe: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send row p to rank p; return the rows received, `[P, e]`."""
-    received_Pe = torch.empty_like(sent_Pe, memory_format=torch.contiguous_format)
+def exchange_equal_parts(sent_HPe: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row p of each part to rank p; return the rows received, `[H, P, e]`."""
+    sent_PHe = sent_HPe.transpose(0, 1).contiguous()
+    received_PHe = torch.empty_like(sent_PHe)
     with time_wait("expert"):
-        dist.all_to_all_single(received_Pe, sent_Pe.contiguous(), group=group)
-    return received_Pe
+        dist.all_to_all_single(received_PHe, sent_PHe, group=group)
+    return received_PHe.transpose(0, 1)
 
 
-def read_row_counts(sent_Pe: Tensor, received_Pe: Tensor) -> tuple[list[int], list[int]]:
-    """Read on the host how many rows go to and come from each rank; waits for the device."""
-    send, receive = torch.stack([sent_Pe.sum(1), received_Pe.sum(1)]).tolist()
-    return send, receive
+def read_row_counts(sent_HPe: Tensor, received_HPe: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Read on the host how many rows of each part go to and come from each rank.
+
+    Waits for the device, once.
+    """
+    counts_H2P = torch.stack([sent_HPe.sum(2), received_HPe.sum(2)], 1).tolist()
+    return [(send, receive) for send, receive in counts_H2P]
 
 
 def sort_by_expert(received_Pe: Tensor, num_rows: int) -> Tensor:
@@ -136,10 +140,13 @@ class TracedCounts:
         return rows_XD
 
 
-def exchange_traced_counts(counts_E: Tensor, group_name: str) -> TracedCounts:
-    """Exchange the numbers of rows of each expert in compiled code; the host waits for them."""
-    received_Pe, host_counts_2P = _exchange_counts(counts_E, group_name)
-    return TracedCounts(received_Pe, host_counts_2P, group_name)
+def exchange_traced_counts(counts_HE: Tensor, group_name: str) -> list[TracedCounts]:
+    """Exchange each part's numbers of rows in compiled code; the host waits for them."""
+    received_HPe, host_counts_H2P = _exchange_counts(counts_HE, group_name)
+    return [
+        TracedCounts(received_HPe[part], host_counts_H2P[part], group_name)
+        for part in range(counts_HE.shape[0])
+    ]
 
 
 @torch.library.custom_op(
@@ -147,19 +154,20 @@ def exchange_traced_counts(counts_E: Tensor, group_name: str) -> TracedCounts:
     mutates_args=(),
     schema="(Tensor counts, str group) -> (Tensor, Tensor)",
 )
-def _exchange_counts(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _exchange_counts(counts_HE: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     group = _groups_by_name[group_name]
-    sent_Pe = counts_E.view(group.size(), -1)
-    received_Pe = exchange_equal_parts(sent_Pe, group)
-    return received_Pe, torch.tensor(read_row_counts(sent_Pe, received_Pe))
+    sent_HPe = counts_HE.unflatten(1, (group.size(), -1))
+    received_HPe = exchange_equal_parts(sent_HPe, group).contiguous()
+    return received_HPe, torch.tensor(read_row_counts(sent_HPe, received_HPe))
 
 
 @_exchange_counts.register_fake
-def _fake_exchange_counts(counts_E: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+def _fake_exchange_counts(counts_HE: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     degree = _groups_by_name[group_name].size()
+    num_parts = counts_HE.shape[0]
     return (
-        counts_E.new_empty(degree, counts_E.shape[0] // degree),
-        torch.empty(2, degree, dtype=torch.int64, device="cpu"),
+        counts_HE.new_empty(num_parts, degree, counts_HE.shape[1] // degree),
+        torch.empty(num_parts, 2, degree, dtype=torch.int64, device="cpu"),
     )
 
 

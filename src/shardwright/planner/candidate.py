@@ -201,6 +201,11 @@ class Candidate:
         with this window."""
         return dict(self.attention_loads).get(window, 1.0) if self.attention_loads else 1.0
 
+    @property
+    def num_expert_parts(self) -> int:
+        """Number of parts in which a micro-batch's rows are sent to their experts."""
+        return 2 if self.layout.ep > 1 and self.layout.expert_dispatch == "halves" else 1
+
     def count_expert_rows(self, experts_per_token: int) -> float:
         """Count the rows of one micro-batch that the busiest expert-parallel rank processes, as if
         its own tokens had the loads of all."""

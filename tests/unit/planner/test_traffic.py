@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 
 from shardwright.layout import CpMethod, Layout
+from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner import Efficiency
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.time.communication import NetworkModel, StridedGroup, build_groups
+from shardwright.planner.time.compute import LayerSeconds
+from shardwright.planner.time.memory_traffic import count_matmul_calls, list_matmuls
 from shardwright.planner.time.traffic import (
     _compute_context_seconds,
     _compute_expert_seconds,
     _get_expert_overlap,
+    compute_layer_traffic,
 )
 from tests.unit.planner import models
 
@@ -121,6 +125,32 @@ def test_tensor_parallel_ranks_each_send_a_part_of_the_sequence_to_whole_experts
     assert sharded_others == pytest.approx(2 * token * 2 / 2), (
         "ranks of a sharded expert gather each other's rows and sum their results"
     )
+
+
+def test_halves_hide_half_of_the_exchange_behind_experts_with_half_of_the_rows() -> None:
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    network = NetworkModel(models.make_cluster(8), Efficiency())
+    traffic = {}
+    products = {}
+    dispatch: ExpertDispatch
+    for dispatch in ("whole", "halves"):
+        layout = Layout(dp_shard=4, ep=4, zero_stage=1, expert_dispatch=dispatch)
+        candidate = Candidate(layout, TOKENS, ROWS)
+        product, rows = list_matmuls(facts, kind, candidate)[-1]
+        products[dispatch] = (rows, count_matmul_calls(facts, kind, product, candidate))
+        for name, experts in (("slow", 1.0), ("fast", 1e-9)):
+            seconds = LayerSeconds(1.0, 2.0, 0.0, 1.0, 0.0, 0.0, experts, 2 * experts)
+            traffic[dispatch, name] = compute_layer_traffic(
+                facts, kind, candidate, network, build_groups(layout), seconds
+            )
+    assert products["whole"] == (2 * products["halves"][0], products["halves"][1] / 2)
+    for direction, factor in ((0, 1), (1, 2)):
+        total = traffic["whole", "slow"][direction].expert
+        assert traffic["whole", "slow"][direction].hidden_expert == 0.0
+        assert traffic["halves", "slow"][direction].hidden_expert == pytest.approx(total / 2)
+        assert traffic["halves", "slow"][direction].expert == pytest.approx(total / 2)
+        assert traffic["halves", "fast"][direction].hidden_expert == pytest.approx(factor * 5e-10)
 
 
 def test_overlap_differs_within_and_between_domains() -> None:

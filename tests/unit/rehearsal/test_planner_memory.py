@@ -126,6 +126,12 @@ CASES = [
     Case("llama", Layout(pp=2), steps=4),
     Case("llama", Layout(cp=2, cp_method="ring", zero_stage=1)),
     Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3)),
+    Case(
+        "qwen3_moe",
+        Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="halves"),
+        recompute="selective",
+        tolerance=0.01,
+    ),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),

@@ -91,8 +91,8 @@ class BlockTensorBytes:
     has_post_norms: bool
     is_repeated: bool
     """True if the block's forward pass is repeated before its backward pass."""
-    is_exchanged: bool
-    """True if rows are sent to experts of other ranks."""
+    num_expert_parts: int
+    """Number of parts in which rows are sent to experts of other ranks; 0 if none are sent."""
     is_pipelined: bool
     """True if products of dense layers overlap with tensor-parallel communication."""
     is_deferred: bool
@@ -124,7 +124,8 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         # The end of the repeated forward pass: input of the feed-forward, and results of experts in
         # the order of the exchange and of the tokens, or those of adapters, scaled and not. The
         # gradient is gathered before it.
-        num_results = 3.0 if tensor_bytes.is_exchanged else 1.0 + tensor_bytes.is_adapted
+        num_parts = tensor_bytes.num_expert_parts
+        num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
         peak += tensor_bytes.routed * num_results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
     for operation in _list_operations(tensor_bytes):
@@ -256,13 +257,13 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     exchange = _Operation(2.0 * rows, 0.0)
     yield _Operation(rows + (block.gathered if block.should_gather_gradient else 0.0), 0.0)
     yield _Operation(rows, -rows)
-    if block.is_exchanged:
+    if block.num_expert_parts:
         yield exchange
     yield _Operation((1.0 + block.is_adapted) * inner, -rows, block.elements.down)
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
     yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, block.elements.up)
-    if block.is_exchanged:
+    if block.num_expert_parts:
         yield exchange
     yield _Operation(2.0 * rows, block.gathered - rows)
     # The router's input is freed; it is at least as large as the dense input of a product.

@@ -46,6 +46,9 @@ class LayerSeconds:
     weight_gradient: float
     attention_forward: float
     attention_backward: float
+    experts_forward: float = 0.0
+    """Products of experts, of which `experts_backward` has both gradients."""
+    experts_backward: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
     """Seconds that the host needs to launch the operations of a pass, communication included. 0
@@ -73,7 +76,7 @@ def compute_layer_seconds(
     """Compute the seconds of one layer of a kind, without communication and weight movement
     (`count_weight_traffic_bytes`)."""
     efficiency = rates.efficiency
-    forward = inputs = weights = 0.0
+    forward = inputs = weights = experts_forward = experts_backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         product_forward, input_gradient, weight_gradient = _time_matmul_passes(
             product, rows, candidate, rates
@@ -81,6 +84,8 @@ def compute_layer_seconds(
         num_calls = count_matmul_calls(facts, kind, product, candidate)
         if product in kind.expert_matmuls:
             num_calls /= efficiency.expert_share
+            experts_forward += num_calls * product_forward
+            experts_backward += num_calls * (input_gradient + weight_gradient)
         forward += num_calls * product_forward
         inputs += num_calls * input_gradient
         weights += num_calls * weight_gradient
@@ -146,6 +151,8 @@ def compute_layer_seconds(
         weights,
         attention_forward,
         attention_backward,
+        experts_forward,
+        experts_backward,
         host_forward,
         host_backward,
     )

@@ -29,7 +29,7 @@ def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
 def list_matmuls(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> list[tuple[Matmul, float]]:
-    """List the matmuls of a layer with their rows on this rank."""
+    """List the matmuls of a layer with their rows on this rank, in one call each."""
     tokens = candidate.micro_batch_tokens
     products: list[tuple[Matmul, float]] = [(product, float(tokens)) for product in kind.matmuls]
     if kind.expert_matmuls:
@@ -40,6 +40,7 @@ def list_matmuls(
         # busiest rank. If tensor-parallel ranks hold whole experts, each rank has fewer experts
         # with the same number of rows each.
         rows = candidate.count_expert_rows(experts.experts_per_token) / local_experts
+        rows /= candidate.num_expert_parts
         products += [(product, rows) for product in kind.expert_matmuls]
     return products
 
@@ -47,14 +48,15 @@ def list_matmuls(
 def count_matmul_calls(
     facts: ModelFacts, kind: LayerKind, matmul: Matmul, candidate: Candidate
 ) -> float:
-    """Count the matmuls of this shape on the rank: one per local expert, otherwise 1."""
+    """Count the matmuls of this shape on the rank: one per local expert and part, otherwise 1."""
     if matmul not in kind.expert_matmuls:
         return 1.0
     experts = facts.shape.experts
     assert experts is not None
-    return experts.num_experts / (
-        candidate.layout.ep * candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
+    num_shards = candidate.layout.ep * candidate.engine.count_expert_tensor_ranks(
+        candidate.layout.tp
     )
+    return candidate.num_expert_parts * experts.num_experts / num_shards
 
 
 def count_elementwise_bytes(

@@ -109,13 +109,14 @@ def compute_layer_traffic(
     )
     directions = []
     overlap_share = _get_tensor_overlap(layout)
-    for tensor, products, context, experts, attention in (
+    for tensor, products, context, experts, attention, expert_products in (
         (
             tensor_forward,
             seconds.forward - seconds.attention_forward,
             context_forward,
             expert,
             seconds.attention_forward,
+            seconds.experts_forward,
         ),
         (
             tensor_backward + tensor_repeated,
@@ -123,6 +124,7 @@ def compute_layer_traffic(
             context_backward + repeats_attention * context_forward,
             expert * (1 + is_recomputed),
             seconds.attention_backward,
+            seconds.experts_backward,
         ),
     ):
         hidden_tensor = max(
@@ -131,7 +133,11 @@ def compute_layer_traffic(
         hidden_context = (
             min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
         )
-        hidden_expert = experts * expert_overlap
+        # The first part's rows and the last part's results travel beside no experts.
+        hidden_expert = max(
+            experts * expert_overlap,
+            min(experts, expert_products) * (1.0 - 1.0 / candidate.num_expert_parts),
+        )
         directions.append(
             LayerTraffic(
                 tensor - hidden_tensor,
