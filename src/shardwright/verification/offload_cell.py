@@ -121,8 +121,8 @@ def _train(
         run.moments[key] = get_local_tensor(moment.tensor).clone()
     for name in named:
         local = model.read_parameter(name)
-        if local is not None:  # else it is frozen and never changes
-            run.weights[name] = local.clone()
+        if name in model.trainable:  # frozen weights that are offloaded cannot be read
+            run.weights[name] = torch.empty(0) if local is None else local.clone()
     users = {"optimizer": store, "parameters": weights, "activations": activations}
     for key, user in users.items():
         if user is not None:
