@@ -20,8 +20,8 @@ from shardwright.config.offload import OffloadSection
 from shardwright.model.head import LossFunction
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_weights import WeightsFolder
-from shardwright.model.hf.weight_bytes import StoredWeights
 from shardwright.model.hf.peft_folder import PeftFolder
+from shardwright.model.hf.weight_bytes import StoredWeights
 from shardwright.model.lora import initialise_adapter
 from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules

@@ -80,9 +80,7 @@ def verify_offload(
     ]
 
 
-def _train(
-    problem: VerificationProblem, plan: Plan, section: OffloadSection, folder: Path
-) -> _Run:
+def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, folder: Path) -> _Run:
     """Train for a few steps with the recipe's update rule."""
     weights = offload_weights(section, plan, _DEVICE, folder, open_stored=lambda: None)
     model = build_model(problem, plan, weights)

@@ -179,9 +179,7 @@ BUGS: dict[str, list[Bug]] = {
         ),
     ],
     "offload": [
-        Bug(
-            None, patch, DEEP_LLAMA, ZERO_3, PLAIN, f"{quantity} with offloading", offload=ON_DISK
-        )
+        Bug(None, patch, DEEP_LLAMA, ZERO_3, PLAIN, f"{quantity} with offloading", offload=ON_DISK)
         for patch, quantity in (
             (offload.lose_writes_of_one_bucket, "moments"),
             (offload.lose_updates_of_weights, "weights"),
