@@ -80,7 +80,7 @@ class OffloadSection(RecipeSection):
         has_disk = "disk" in (self.tiers | tiers).values()
         return self.model_copy(update=tiers if has_disk else {**tiers, "dir": None})
 
-    def with_moving_tiers(self) -> OffloadSection:
+    def replace_idle_host(self) -> OffloadSection:
         """Return the section with `disk` for weights and activations in `host`, for a CPU, where
         `host` would move nothing, and with scratch files in the caller's folder."""
         moving: dict[str, OffloadTier] = {

@@ -89,7 +89,7 @@ _OFFLOAD_TIERS: tuple[dict[str, OffloadTier], ...] = (
 GRID_OFFLOADS = tuple(
     OffloadSection.model_validate(tiers | {"buffer_bytes": 8192}) for tiers in _OFFLOAD_TIERS
 )
-"""What cells offload. On a CPU parameters and activations in `host` would not move."""
+"""Offloading of cells. On a CPU parameters and activations in `host` would not move."""
 
 CELLS_PER_LAYOUT = 2
 _OFFLOAD_COST = 3.0
@@ -110,7 +110,7 @@ class GridCell:
 
     @property
     def offload_properties(self) -> frozenset[str]:
-        """What the cell offloads to which tier."""
+        """Each offloaded kind of state with its tier."""
         tiers = self.offload.tiers.items()
         return frozenset(f"{name} in {tier}" for name, tier in tiers if tier != "none")
 

@@ -73,7 +73,7 @@ class VerificationProblem:
     is_balanced: bool = False
     """True if the engine assigns rows by their work (`data.assignment`)."""
     offload: OffloadSection = NOT_OFFLOADED
-    """What a further run of the engine offloads; its bits are those of a resident run."""
+    """Offloading of a further run of the engine; its bits are those of a resident run."""
 
     @property
     def precision(self) -> PrecisionSection:

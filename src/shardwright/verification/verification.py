@@ -248,7 +248,7 @@ def verify(
         seed=recipe.seed,
         low_precision=low_precision,
         is_balanced=recipe.data.assignment == "work",
-        offload=recipe.offload.with_moving_tiers(),
+        offload=recipe.offload.replace_idle_host(),
     )
     groups = list(_list_problems(base, layouts, cases, dtypes))
     if recipe.optimizer.name == "adamw_8bit":
