@@ -33,7 +33,7 @@ CELLS = {
 
 def verify_cell_of(ranks: RankPool, bug: Bug, patch: MutationContext) -> VerificationReport:
     """Verify the cell of a bug while `patch` is applied on every rank."""
-    recipe = build_recipe(bug.model.config)
+    recipe = build_recipe(bug.model.config, offload=bug.offload)
     return verify(
         recipe,
         read_recipe_shape(recipe),

@@ -244,7 +244,7 @@ def choose_cells() -> list[GridCell]:
 
 def train_two_steps(problem: VerificationProblem, plan: Plan) -> list[float]:
     """Return the losses of two steps of SGD, with an evaluation between them."""
-    model = cell._build_model(problem, plan)
+    model = cell.build_model(problem, plan)
     optimizer = build_optimizer(
         model.named_parameters(),
         OptimizerSection(name="sgd"),
@@ -253,7 +253,7 @@ def train_two_steps(problem: VerificationProblem, plan: Plan) -> list[float]:
     )
     losses = []
     for step in range(2):
-        loss = cell._accumulate_step(problem, plan, model, step)
+        loss = cell.accumulate_step(problem, plan, model, step)
         update_parameters(
             model,
             optimizer,

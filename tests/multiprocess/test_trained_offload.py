@@ -123,7 +123,6 @@ SHORT = (
     ("sparse", "muon"),
     ("zero0", "adafactor"),
     ("tp2", "muon"),
-    ("pp2", "adamw"),
     ("zero3", "adafactor"),
     ("hsdp", "adamw_8bit"),
 )

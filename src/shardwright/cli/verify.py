@@ -99,7 +99,7 @@ def verify_command(
     json_output: JsonOutput = False,
 ) -> None:
     """Compare loss, raw gradients, gradient norm and updated weights of layouts with one
-    process.
+    process, and what the recipe offloads with the same run without it.
 
     Exit code 1 if any of them differs.
     """
@@ -125,6 +125,10 @@ def verify_command(
         if choice is not None:
             console.print(
                 f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless"
+            )
+        if "host" in (loaded_recipe.offload.parameters, loaded_recipe.offload.activations):
+            console.print(
+                "offload: nothing moves to host on a CPU: weights and activations go to disk here"
             )
         if loaded_recipe.model.compile is True:
             console.print("model.compile is ignored: blocks run uncompiled")
@@ -174,7 +178,8 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     def print_row(row: GridCellResult) -> None:
         cell = row.cell
         result = row.result
-        description = f"{cell.model:6} {cell.layout!s:62} {cell.case!s:56}"
+        case = ", ".join([str(cell.case), *sorted(cell.offload_properties)])
+        description = f"{cell.model:6} {cell.layout!s:62} {case:56}"
         if result is None:
             console.print(f"{description} refused: {cell.refusal}", style="dim", soft_wrap=True)
             return

@@ -46,10 +46,10 @@ class OffloadSection(RecipeSection):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
-        if self.dir is not None and "disk" not in self._tiers.values():
+        if self.dir is not None and "disk" not in self.tiers.values():
             raise ValueError(
                 "`dir` is for `optimizer: disk`, `parameters: disk` and `activations: disk`, not "
-                f"{', '.join(self._tiers.values())}"
+                f"{', '.join(self.tiers.values())}"
             )
         if self.update_on == "host" and self.optimizer == "none":
             raise ValueError("`update_on: host` needs `optimizer: host` or `optimizer: disk`")
@@ -58,7 +58,8 @@ class OffloadSection(RecipeSection):
         return self
 
     @property
-    def _tiers(self) -> dict[str, OffloadTier]:
+    def tiers(self) -> dict[str, OffloadTier]:
+        """Tiers by what is offloaded."""
         return {
             "optimizer": self.optimizer,
             "parameters": self.parameters,
@@ -68,21 +69,34 @@ class OffloadSection(RecipeSection):
     @property
     def is_enabled(self) -> bool:
         """True if anything is offloaded."""
-        return set(self._tiers.values()) != {"none"}
+        return set(self.tiers.values()) != {"none"}
 
     def list_tiers(self) -> tuple[OffloadTier, ...]:
         """List the tiers of optimizer, parameters and activations."""
-        return tuple(self._tiers.values())
+        return tuple(self.tiers.values())
 
     def change_tiers(self, **tiers: OffloadTier) -> OffloadSection:
         """Return the section with other tiers by name; without `dir` if nothing is on disk."""
-        has_disk = "disk" in (self._tiers | tiers).values()
+        has_disk = "disk" in (self.tiers | tiers).values()
         return self.model_copy(update=tiers if has_disk else {**tiers, "dir": None})
+
+    def replace_idle_host(self) -> OffloadSection:
+        """Return the section with `disk` for weights and activations in `host`, for a CPU, where
+        `host` would move nothing, and with scratch files in the caller's folder."""
+        moving: dict[str, OffloadTier] = {
+            name: "disk"
+            for name, tier in self.tiers.items()
+            if tier == "host" and name != "optimizer"
+        }
+        return self.model_copy(update={**moving, "dir": None})
 
     def without_host(self) -> OffloadSection:
         """Return the section with `none` for `host`, for a CPU: its memory is the host's, so
         nothing moves."""
         resident: dict[str, OffloadTier] = {
-            name: "none" for name, tier in self._tiers.items() if tier == "host"
+            name: "none" for name, tier in self.tiers.items() if tier == "host"
         }
         return self.change_tiers(**resident)
+
+
+NOT_OFFLOADED = OffloadSection()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -21,6 +21,7 @@ from shardwright.model.head import LossFunction
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.peft_folder import PeftFolder
+from shardwright.model.hf.weight_bytes import StoredWeights
 from shardwright.model.lora import initialise_adapter
 from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules
@@ -153,28 +154,31 @@ def _build_loss_function(recipe: Recipe) -> LossFunction:
 
 
 def offload_weights(
-    validated_run: ValidatedRun, device: torch.device
+    section: OffloadSection,
+    plan: Plan,
+    device: torch.device,
+    default_folder: Path,
+    open_stored: Callable[[], StoredWeights | None],
 ) -> WeightOffload | ParameterOffload | None:
-    """Build the recipe's offloading of weights, beside adapters of the frozen ones.
+    """Build the section's offloading of weights, beside adapters of the frozen ones.
 
     None if none move.
+
+    Args:
+        open_stored: returns the places of weights in the model's files; None without files.
 
     Raises:
         OffloadFailed: the scratch file cannot be created.
     """
-    recipe = validated_run.recipe
-    section = recipe.offload
-    folder = RunFolder.from_recipe(recipe).path
     if section.parameters == "none":
         return None
-    if recipe.adapters is None:
-        kind = ShardOffload if validated_run.plan.layout.is_sharded else ParameterOffload
-        return build_parameter_offload(section, device=device, default_folder=folder, kind=kind)
+    if plan.shape.adapters is None:
+        kind = ShardOffload if plan.layout.is_sharded else ParameterOffload
+        return build_parameter_offload(
+            section, device=device, default_folder=default_folder, kind=kind
+        )
     return build_weight_offload(
-        section,
-        device=device,
-        default_folder=folder,
-        open_stored=partial(open_stored_weights, recipe, validated_run.shape),
+        section, device=device, default_folder=default_folder, open_stored=open_stored
     )
 
 
@@ -236,7 +240,13 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Para
 def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingState:
     """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = validated_run.recipe
-    weight_offload = offload_weights(validated_run, device)
+    weight_offload = offload_weights(
+        recipe.offload,
+        validated_run.plan,
+        device,
+        RunFolder.from_recipe(recipe).path,
+        partial(open_stored_weights, recipe, validated_run.shape),
+    )
     model = build_model(validated_run, device, weight_offload)
     logger.info("%s", validated_run.plan.pointwise)
     if (reason := validated_run.plan.async_tensor_parallel_reason) is not None:

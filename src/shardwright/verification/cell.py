@@ -20,6 +20,7 @@ from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.numerics import LossScaler, chunked_cross_entropy
+from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.parallel_model import get_local_tensor
@@ -61,7 +62,7 @@ def verify_cell(
     """Compare one layout in one case with the reference; runs on every rank of the layout."""
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
-        model = _build_model(problem, plan)
+        model = build_model(problem, plan)
         initial = {
             name: get_local_tensor(parameter).detach().clone()
             for name, parameter in model.named_parameters()
@@ -99,7 +100,7 @@ def _verify_sgd(
     for step in range(NUM_SGD_STEPS):
         if step == NUM_SGD_STEPS - 1:  # the reference has no such steps: they must leave no trace
             findings += _verify_exceptional_steps(problem, plan, model)
-        loss = _accumulate_step(problem, plan, model, step)
+        loss = accumulate_step(problem, plan, model, step)
         if step in GRADIENT_STEPS:
             findings.append(compare_gradients(model, reference, step, allowed))
         result = update_parameters(
@@ -140,7 +141,7 @@ def _verify_adamw(
     norms = []
     rates = []
     for step, rate in enumerate(LEARNING_RATES):
-        loss = _accumulate_step(problem, plan, model, step, loss_scale=scaler.scale)
+        loss = accumulate_step(problem, plan, model, step, loss_scale=scaler.scale)
         limit = max_grad_norms[step]
         result = update_parameters(
             model,
@@ -186,7 +187,7 @@ def add_rule_reference(problem: VerificationProblem, reference_path: str) -> Non
 
 def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int]) -> ParallelModel:
     """Train a model for a few steps with the recipe's rule on these data ranks' batches."""
-    model = _build_model(problem, plan)
+    model = build_model(problem, plan)
     rate = LEARNING_RATES[0]
     named = model.named_parameters()
     optimizer = build_optimizer(
@@ -230,14 +231,14 @@ def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[Com
     together prove what a tolerance of the weights cannot prove
     (docs/decisions/0052-quantised-moments-proven.md).
     """
-    model = _build_model(problem, plan)
-    single = _build_model(problem, problem.build_plan(Layout()))
+    model = build_model(problem, plan)
+    single = build_model(problem, problem.build_plan(Layout()))
     options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
     section = problem.optimizer
     optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
     single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
     for step, rate in enumerate(LEARNING_RATES):
-        _accumulate_step(problem, plan, model, step)
+        accumulate_step(problem, plan, model, step)
         for name, parameter in single.named_parameters():
             parameter.grad = model.gather_gradient(name)
         update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
@@ -260,7 +261,7 @@ def _verify_exceptional_steps(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp"])
-    _accumulate_step(
+    accumulate_step(
         problem, plan, model, 0, loss_scale=math.inf if get_rank(plan.layout) in inf_ranks else 1.0
     )
     skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
@@ -307,8 +308,16 @@ def _has_changed(model: ParallelModel, before: dict[str, Tensor]) -> bool:
     )
 
 
-def _build_model(problem: VerificationProblem, plan: Plan) -> ParallelModel:
-    """Build the model as the trainer does, from the meta device."""
+def build_model(
+    problem: VerificationProblem,
+    plan: Plan,
+    offload: WeightOffload | ParameterOffload | None = None,
+) -> ParallelModel:
+    """Build the model as the trainer does, from the meta device.
+
+    Args:
+        offload: keeps the weights of blocks; None leaves them on the device.
+    """
     with torch.device("meta"):
         decoder = build_decoder(
             plan.shape,
@@ -326,6 +335,7 @@ def _build_model(problem: VerificationProblem, plan: Plan) -> ParallelModel:
         build_mesh(plan.layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
+        offload=offload,
     )
 
 
@@ -336,7 +346,7 @@ def _read_micro_batches(problem: VerificationProblem, plan: Plan, step: int) -> 
     return read_step_micro_batches(dataset, dataset.order, plan.batch, step, data_rank)
 
 
-def _accumulate_step(
+def accumulate_step(
     problem: VerificationProblem,
     plan: Plan,
     model: ParallelModel,
@@ -344,6 +354,7 @@ def _accumulate_step(
     *,
     loss_scale: float = 1.0,
 ) -> StepLoss:
+    """Compute the gradients of a step on this rank's rows."""
     return accumulate_gradients(
         model,
         _read_micro_batches(problem, plan, step),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -183,3 +183,8 @@ def compare_numbers(
     errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected.tolist(), strict=True)]
     step = max(range(len(errors)), key=lambda index: (math.isnan(errors[index]), errors[index]))
     return ComparisonResult(quantity, f"step {step}", errors[step], allowed)
+
+
+def find_worst(findings: Sequence[ComparisonResult]) -> ComparisonResult:
+    """Find the finding with the largest share of its allowed error."""
+    return max(findings, key=lambda finding: finding.severity)

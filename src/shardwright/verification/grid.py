@@ -10,15 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.config.offload import NOT_OFFLOADED, OffloadSection, OffloadTier
 from shardwright.config.recipe import RecomputeKind
 from shardwright.errors import LayoutError
-from shardwright.layout import CpMethod, Layout
+from shardwright.layout import AXES, CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.placement import place_model
+from shardwright.schedule import has_split_backward
 from shardwright.verification.cases import VerificationCase
 
 GRID_SEQUENCE_LENGTH = 16
@@ -78,7 +80,20 @@ GRID_CASES = (
 )
 """Cases with every pair of option values. The model sets `tied`; pipelines accumulate more."""
 
+_OFFLOAD_TIERS: tuple[dict[str, OffloadTier], ...] = (
+    {"optimizer": "host"},
+    {"optimizer": "disk", "parameters": "disk", "activations": "disk"},
+    {"optimizer": "host", "parameters": "disk"},
+    {"optimizer": "disk", "activations": "disk"},
+)
+GRID_OFFLOADS = tuple(
+    OffloadSection.model_validate(tiers | {"buffer_bytes": 8192}) for tiers in _OFFLOAD_TIERS
+)
+"""Offloading of cells. On a CPU parameters and activations in `host` would not move."""
+
 CELLS_PER_LAYOUT = 2
+_OFFLOAD_COST = 3.0
+"""Cost of a cell with a resident and an offloaded run more."""
 _RECOMPUTE_COST: dict[RecomputeKind, float] = {"none": 1.0, "full": 1.3, "selective": 1.9}
 
 
@@ -91,6 +106,32 @@ class GridCell:
     case: VerificationCase
     refusal: str | None = None
     num_layers: int = NUM_GRID_LAYERS
+    offload: OffloadSection = NOT_OFFLOADED
+
+    @property
+    def offload_properties(self) -> frozenset[str]:
+        """Each offloaded kind of state with its tier."""
+        tiers = self.offload.tiers.items()
+        return frozenset(f"{name} in {tier}" for name, tier in tiers if tier != "none")
+
+    @cached_property
+    def pairs(self) -> frozenset[tuple[str, str]]:
+        """Pairs that `choose_covering_cells` covers.
+
+        Offloading is paired with the degrees, stages and recomputations, which decide when its
+        transfers begin and end.
+        """
+        decisive = [
+            name
+            for name in self.properties
+            if name in (*AXES, "ep") or name.startswith(("zero_stage", "recompute"))
+        ]
+        return frozenset(
+            [
+                *combinations(sorted(self.properties), 2),
+                *product(sorted(self.offload_properties), decisive),
+            ]
+        )
 
     @cached_property
     def properties(self) -> frozenset[str]:
@@ -229,7 +270,11 @@ def list_cells(max_ranks: int = 16) -> list[GridCell]:
         refusal = find_refusal(shape, layout)
         for repetition in range(CELLS_PER_LAYOUT):
             case = GRID_CASES[(number + 4 * repetition) % len(GRID_CASES)]
-            cells.append(GridCell(model, layout, _adapt_case(case, layout, shape), refusal))
+            cell = GridCell(model, layout, _adapt_case(case, layout, shape), refusal)
+            offloads = list_offloads(layout)
+            if repetition:  # every second cell, each with the next offloading
+                cell = replace(cell, offload=offloads[number % len(offloads)])
+            cells.append(cell)
             if refusal is not None:
                 break
     return cells
@@ -242,6 +287,16 @@ def find_refusal(shape: ModelShape, layout: Layout) -> str | None:
     except LayoutError as error:
         return str(error)
     return None
+
+
+def list_offloads(layout: Layout) -> list[OffloadSection]:
+    """List those of `GRID_OFFLOADS` that a layout supports."""
+    can_move_blocks = layout.pp == 1 or not has_split_backward(layout.schedule)
+    return [
+        section
+        for section in GRID_OFFLOADS
+        if can_move_blocks or (section.parameters, section.activations) == ("none", "none")
+    ]
 
 
 def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> VerificationCase:
@@ -263,25 +318,33 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
 def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     """Choose cells that cover all pairs of properties, greedily by new pairs per cost.
 
-    Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time.
+    Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time. Of
+    activations that are offloaded more than two layers are needed: two stay on the device.
     """
     cells = [
-        replace(cell, num_layers=NUM_COVERING_LAYERS) if cell.layout.pp == 1 else cell
-        for cell in cells
+        replace(cell, offload=offload, num_layers=_choose_num_layers(cell.layout, offload))
+        for cell in dict.fromkeys(replace(cell, offload=NOT_OFFLOADED) for cell in cells)
+        for offload in (NOT_OFFLOADED, *list_offloads(cell.layout))
     ]
-    pairs = {cell: set(combinations(sorted(cell.properties), 2)) for cell in cells}
-    uncovered = set().union(*pairs.values())
+    costs = {cell: _estimate_cost(cell) for cell in cells}
+    uncovered = set().union(*(cell.pairs for cell in cells))
     chosen: list[GridCell] = []
     while uncovered:
-        best = max(cells, key=lambda cell: len(uncovered & pairs[cell]) / _estimate_cost(cell))
+        best = max(cells, key=lambda cell: len(uncovered & cell.pairs) / costs[cell])
         chosen.append(best)
-        uncovered -= pairs[best]
-    num_cells = Counter(pair for cell in chosen for pair in pairs[cell])
-    for cell in sorted(chosen, key=_estimate_cost, reverse=True):  # covered by later choices
-        if all(num_cells[pair] > 1 for pair in pairs[cell]):
+        uncovered -= best.pairs
+    num_cells = Counter(pair for cell in chosen for pair in cell.pairs)
+    for cell in sorted(chosen, key=lambda cell: costs[cell], reverse=True):
+        if all(num_cells[pair] > 1 for pair in cell.pairs):  # covered by later choices
             chosen.remove(cell)
-            num_cells.subtract(pairs[cell])
+            num_cells.subtract(cell.pairs)
     return sorted(chosen, key=cells.index)
+
+
+def _choose_num_layers(layout: Layout, offload: OffloadSection) -> int:
+    if layout.pp == 1 and offload.activations == "none":
+        return NUM_COVERING_LAYERS
+    return NUM_GRID_LAYERS
 
 
 def _estimate_cost(cell: GridCell) -> float:
@@ -293,7 +356,8 @@ def _estimate_cost(cell: GridCell) -> float:
     operations = (
         layers_of_rank * (1 + cell.case.accumulation) * _RECOMPUTE_COST[cell.case.recompute]
     )
-    return cell.layout.world_size**1.5 * operations * (1.4 if cell.model == "moe" else 1.0)
+    cost = cell.layout.world_size**1.5 * operations * (1.4 if cell.model == "moe" else 1.0)
+    return cost * (_OFFLOAD_COST if cell.offload.is_enabled else 1.0)
 
 
 def group_by_reference(

@@ -23,6 +23,7 @@ from torch import Tensor
 from shardwright.architecture import HFClassInit, HFShape, ModelShape, NormalInit, ParameterSpec
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.low_precision import LowPrecisionSection
+from shardwright.config.offload import NOT_OFFLOADED, OffloadSection
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder, DropoutKey
@@ -71,6 +72,8 @@ class VerificationProblem:
     """Quantised products of engine and reference; None multiplies in `dtype`."""
     is_balanced: bool = False
     """True if the engine assigns rows by their work (`data.assignment`)."""
+    offload: OffloadSection = NOT_OFFLOADED
+    """Offloading of a further run of the engine; its bits are those of a resident run."""
 
     @property
     def precision(self) -> PrecisionSection:

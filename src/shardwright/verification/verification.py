@@ -17,6 +17,7 @@ from shardwright.layout import Layout
 from shardwright.optim import check_block_boundaries, require_torchao
 from shardwright.placement import has_micro_batch_scales
 from shardwright.plans import BatchPlan, Plan
+from shardwright.training.checks.offload_checks import check_offload_layout
 from shardwright.training.checks.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.cell import (
@@ -25,13 +26,14 @@ from shardwright.verification.cell import (
     should_verify_rule,
     verify_cell,
 )
-from shardwright.verification.comparison import ComparisonResult
+from shardwright.verification.comparison import ComparisonResult, find_worst
 from shardwright.verification.grid import (
     GRID_SEQUENCE_LENGTH,
     GridCell,
     group_by_reference,
     read_grid_shape,
 )
+from shardwright.verification.offload_cell import verify_offload
 from shardwright.verification.rank_pool import RankPool
 from shardwright.verification.reference import VerificationProblem, write_reference
 
@@ -140,6 +142,7 @@ class GridCellResult:
         cell: dict[str, Any] = {
             "model": self.cell.model,
             "layout": str(self.cell.layout),
+            "offload": self.cell.offload.tiers,
             "refused": self.cell.refusal,
         }
         return cell if self.result is None else cell | self.result.as_dict()
@@ -178,7 +181,13 @@ def verify_grid(
             for cell in group:
                 row = GridCellResult(
                     cell,
-                    _run_cell(problem, problem.build_plan(cell.layout), path, pool, None)
+                    _run_cell(
+                        replace(problem, offload=cell.offload),
+                        problem.build_plan(cell.layout),
+                        path,
+                        pool,
+                        None,
+                    )
                     if cell.refusal is None
                     else None,
                 )
@@ -202,7 +211,8 @@ def verify(
     """Verify every combination of layout, case and dtype.
 
     Args:
-        recipe: source of attention, optimizer, seed and frozen parameters, not of the data.
+        recipe: source of attention, optimizer, offloading, seed and frozen parameters, not of the
+            data.
         shape: the recipe's model, possibly shrunk.
         sequence_length: tokens per row.
         dtypes: dtypes to compute in; quantised products are always verified in float64.
@@ -238,11 +248,14 @@ def verify(
         seed=recipe.seed,
         low_precision=low_precision,
         is_balanced=recipe.data.assignment == "work",
+        offload=recipe.offload.replace_idle_host(),
     )
     groups = list(_list_problems(base, layouts, cases, dtypes))
     if recipe.optimizer.name == "adamw_8bit":
         require_torchao()
-        for plan in {plan.layout: plan for _, plans in groups for plan in plans}.values():
+    for plan in {plan.layout: plan for _, plans in groups for plan in plans}.values():
+        check_offload_layout(recipe, plan)
+        if recipe.optimizer.name == "adamw_8bit":
             check_block_boundaries(
                 plan.placement.parameters, plan.layout, recipe.optimizer.block_size
             )
@@ -289,8 +302,12 @@ def _run_cell(
     findings: tuple[ComparisonResult, ...] = ()
     failure: str | None = None
     try:
-        by_rank = pool.run(layout.world_size, verify_cell, problem, plan, str(path), mutation)
-        findings = tuple(_find_worst(same) for same in zip(*by_rank, strict=True))
+        calls: list[tuple[Callable[..., list[ComparisonResult]], Path]] = [(verify_cell, path)]
+        if problem.offload.is_enabled:
+            calls.append((verify_offload, path.parent))
+        for function, place in calls:
+            by_rank = pool.run(layout.world_size, function, problem, plan, str(place), mutation)
+            findings += tuple(find_worst(same) for same in zip(*by_rank, strict=True))
     except RankFailed as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
@@ -298,8 +315,3 @@ def _run_cell(
     return CellResult(
         layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start
     )
-
-
-def _find_worst(findings: Sequence[ComparisonResult]) -> ComparisonResult:
-    """Find the rank's finding with the largest share of its allowed error."""
-    return max(findings, key=lambda finding: finding.severity)

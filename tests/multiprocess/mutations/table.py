@@ -14,6 +14,7 @@ from tests.multiprocess.mutations import (
     context,
     data,
     experts,
+    offload,
     pipeline,
     reductions,
     tensor,
@@ -41,6 +42,7 @@ class Bug(NamedTuple):
     layout: Layout
     case: VerificationCase
     detected_in: str
+    offload: dict[str, Any] = {}  # noqa: RUF012 - a NamedTuple's default; nothing changes it
 
 
 LLAMA = BugModel("llama", models.LLAMA)
@@ -88,6 +90,8 @@ CAPACITY = VerificationCase(1, capacity_factor=0.6)
 PIPELINED = VerificationCase(4, tied=False)
 PIPELINED_TIED = VerificationCase(4, tied=True)
 PIPELINED_DROPPING = VerificationCase(2, tied=False, dropout=True)
+
+ON_DISK = {"optimizer": "disk", "parameters": "disk", "activations": "disk", "buffer_bytes": 4096}
 
 BUGS: dict[str, list[Bug]] = {
     "data": [
@@ -173,6 +177,15 @@ BUGS: dict[str, list[Bug]] = {
         Bug(
             None, experts.update_balance_biases_per_rank, DEEPSEEK, EP, LOSSES, "weights after SGD"
         ),
+    ],
+    "offload": [
+        Bug(None, patch, DEEP_LLAMA, ZERO_3, PLAIN, f"{quantity} with offloading", offload=ON_DISK)
+        for patch, quantity in (
+            (offload.lose_writes_of_one_bucket, "moments"),
+            (offload.lose_updates_of_weights, "weights"),
+            (offload.forget_scale_of_gradients, "weights"),
+            (offload.read_saved_tensors_early, "norms"),
+        )
     ],
     "pipeline": [
         Bug(10, pipeline.rescale_in_every_stage, DEEP_LLAMA, PIPE, PIPELINED, "gradient"),

@@ -26,9 +26,9 @@ from shardwright.verification.comparison import (
     _compare_tensors,
     compare_numbers,
     compare_tensor,
+    find_worst,
 )
 from shardwright.verification.uneven_data import UnevenDataset
-from shardwright.verification.verification import _find_worst
 
 
 def compare(
@@ -91,7 +91,7 @@ def test_nan_is_the_worst_result_and_a_missing_parameter_fails() -> None:
         ComparisonResult("g", "y", math.nan, 1e-5),
         ComparisonResult("g", "z", 0.7, 1e-5),
     ]
-    assert _find_worst(by_rank).subject == "y"
+    assert find_worst(by_rank).subject == "y"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])

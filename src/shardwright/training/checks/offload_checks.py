@@ -62,13 +62,14 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         RecipeError: the optimizer has no states, the layout cannot offload the weights, or disk or
             host memory is too small; the message has the numbers.
     """
+    check_offload_layout(recipe, plan)
     section = recipe.offload
     needed = _NodeBytes()
     if section.activations != "none":
-        _check_activations(recipe, plan)
+        if section.activations == "disk":
+            _check_folder(_get_folder(recipe))
         _warn_of_little_space(recipe, plan)
     if section.parameters != "none":
-        _check_parameters(recipe, plan)
         if (
             section.parameters == "disk"
             and recipe.adapters is not None
@@ -87,6 +88,20 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         _check_disk(folder, needed.disk)
     if needed.host:
         _check_host_memory(recipe, needed.host)
+
+
+def check_offload_layout(recipe: Recipe, plan: Plan) -> None:
+    """Check that model, layout and optimizer can offload what the recipe offloads.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    if recipe.offload.activations != "none":
+        _check_activations(recipe, plan)
+    if recipe.offload.parameters != "none":
+        _check_parameters(recipe, plan)
+    if recipe.offload.optimizer != "none":
+        _get_moment_bytes(recipe)
 
 
 def _get_moment_bytes(recipe: Recipe) -> float:
@@ -231,8 +246,6 @@ def _check_activations(recipe: Recipe, plan: Plan) -> None:
             allowed="none with this schedule",
             remedy="Choose layout.schedule 1f1b, interleaved_1f1b or gpipe",
         )
-    if tier == "disk":
-        _check_folder(_get_folder(recipe))
 
 
 def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
