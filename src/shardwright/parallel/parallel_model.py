@@ -46,6 +46,7 @@ from shardwright.parallel.matrix_exchange import (
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
+from shardwright.parallel.weight_maxima import WeightMaxima
 
 
 class ParallelModel:
@@ -79,6 +80,7 @@ class ParallelModel:
         pending_reductions: list[PendingReduction],
         offloaded_names: frozenset[str] = frozenset(),
         trained_offload: TrainedWeightStore | None = None,
+        weight_maxima: WeightMaxima | None = None,
     ) -> None:
         self.module = module
         self.decoder = decoder
@@ -91,6 +93,7 @@ class ParallelModel:
         self.trainable = trainable
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
+        self._weight_maxima = weight_maxima
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
@@ -128,8 +131,23 @@ class ParallelModel:
             Sum of the losses that this rank computed.
         """
         self._offloaded_squares.clear()
-        if self.pipeline is not None:
-            return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
+        with self._agree_on_maxima():
+            if self.pipeline is not None:
+                return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
+            return self._accumulate(micro_batches, arguments, scale, mark)
+
+    def _agree_on_maxima(self) -> AbstractContextManager[None]:
+        """Return the context of passes between which weights do not change."""
+        return nullcontext() if self._weight_maxima is None else self._weight_maxima.agree()
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        arguments: DecoderArguments,
+        scale: Tensor,
+        mark: TimeMarker,
+    ) -> Tensor:
+        """Run forward and backward of each micro-batch; return the sum of the losses."""
         loss_sum: Tensor | None = None
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -307,9 +325,12 @@ class ParallelModel:
 
     @contextmanager
     def evaluate_mode(self) -> Iterator[nn.Module]:
-        """Return a context for forward passes without gradients that reshards at its end."""
+        """Return a context for forward passes without gradients that reshards at its end.
+
+        Every rank enters it.
+        """
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._agree_on_maxima():
                 yield self.module
         finally:
             self.reshard()
