@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Layout, RankGrid
+from shardwright.model.moe import ExpertStack
+from shardwright.model.products.linear import Linear
 from shardwright.parallel import apply
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
@@ -83,10 +85,9 @@ def run_two_steps(cell: Cell, change: str = "none") -> TwoSteps:
     ):
         model = build_model(cell)
         batches = read_micro_batches(cell, grid.data_rank(rank))
-        products = [
-            module.scaled for module in model.decoder.modules() if hasattr(module, "scaled")
-        ]
-        sharded = {each.name: each.sharded for each in products if each is not None}
+        parts = [part for part in model.decoder.modules() if isinstance(part, Linear | ExpertStack)]
+        products = [part.scaled for part in parts if part.scaled is not None]
+        sharded: dict[str, str | None] = {each.name: each.sharded for each in products}
         for _ in range(2):
             with record_operands() as operands, CollectiveRecorder() as recorder:
                 accumulate_gradients(model, batches, seed=0, step=0)

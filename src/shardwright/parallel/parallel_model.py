@@ -46,7 +46,11 @@ from shardwright.parallel.matrix_exchange import (
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
-from shardwright.parallel.weight_maxima import WeightMaxima
+from shardwright.parallel.weight_maxima import (
+    WeightMaxima,
+    agree_on_maxima,
+    with_agreed_maxima,
+)
 
 
 class ParallelModel:
@@ -93,7 +97,7 @@ class ParallelModel:
         self.trainable = trainable
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
-        self._weight_maxima = weight_maxima
+        self.weight_maxima = weight_maxima
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
@@ -112,6 +116,7 @@ class ParallelModel:
         """Yield the parameters by name: DTensors if FSDP shards them, plain tensors otherwise."""
         yield from self._parameters.items()
 
+    @with_agreed_maxima
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -131,23 +136,8 @@ class ParallelModel:
             Sum of the losses that this rank computed.
         """
         self._offloaded_squares.clear()
-        with self._agree_on_maxima():
-            if self.pipeline is not None:
-                return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
-            return self._accumulate(micro_batches, arguments, scale, mark)
-
-    def _agree_on_maxima(self) -> AbstractContextManager[None]:
-        """Return the context of passes between which weights do not change."""
-        return nullcontext() if self._weight_maxima is None else self._weight_maxima.agree()
-
-    def _accumulate(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        arguments: DecoderArguments,
-        scale: Tensor,
-        mark: TimeMarker,
-    ) -> Tensor:
-        """Run forward and backward of each micro-batch; return the sum of the losses."""
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
@@ -325,12 +315,9 @@ class ParallelModel:
 
     @contextmanager
     def evaluate_mode(self) -> Iterator[nn.Module]:
-        """Return a context for forward passes without gradients that reshards at its end.
-
-        Every rank enters it.
-        """
+        """Return a context for forward passes without gradients that reshards at its end."""
         try:
-            with torch.no_grad(), self._agree_on_maxima():
+            with torch.no_grad(), agree_on_maxima(self.weight_maxima):
                 yield self.module
         finally:
             self.reshard()

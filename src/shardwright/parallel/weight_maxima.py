@@ -9,9 +9,10 @@ precision keeps the order of numbers, so rounded maxima are the maxima of rounde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,14 @@ from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.parallel.mesh import Mesh
 
+MaximaAttribute = Literal["output_maxima", "input_gradient_maxima"]
+
 
 class _Entry(NamedTuple):
     """The maxima of one weight in one product."""
 
     products: ScaledProducts
-    attribute: Literal["output_maxima", "input_gradient_maxima"]
+    attribute: MaximaAttribute
     scaling: Scaling
     parameter: nn.Parameter
     is_transposed: bool
@@ -67,6 +70,33 @@ class WeightMaxima:
                     setattr(entry.products, entry.attribute, None)
 
 
+def agree_on_maxima(maxima: WeightMaxima | None) -> AbstractContextManager[None]:
+    """Return the context of passes between which weights do not change; every rank enters it."""
+    return nullcontext() if maxima is None else maxima.agree()
+
+
+class _HasMaxima(Protocol):
+    weight_maxima: WeightMaxima | None
+
+
+_Model = TypeVar("_Model", bound=_HasMaxima)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def with_agreed_maxima(
+    method: Callable[Concatenate[_Model, _Arguments], _Result],
+) -> Callable[Concatenate[_Model, _Arguments], _Result]:
+    """Run a method of a model within `agree_on_maxima`."""
+
+    @wraps(method)
+    def call(model: _Model, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        with agree_on_maxima(model.weight_maxima):
+            return method(model, *args, **options)
+
+    return call
+
+
 def build_weight_maxima(
     decoder: Decoder,
     layouts: Mapping[str, ParameterLayout],
@@ -95,7 +125,7 @@ def build_weight_maxima(
         axes = tuple(
             axis for axis in layouts[products.name].shard_axes if axis == "tp" or axis in ZERO_AXES
         )
-        scalings = {
+        scalings: dict[MaximaAttribute, Scaling] = {
             "output_maxima": products.scaling.output[1],
             "input_gradient_maxima": products.scaling.input_gradient[1],
         }
