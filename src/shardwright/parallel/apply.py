@@ -244,8 +244,8 @@ def apply_layout(
         reductions,
         frozenset(offloaded),
         trained_offload,
-        build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded),
     )
+    model.weight_maxima = build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded)
     if stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(

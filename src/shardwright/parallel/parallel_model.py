@@ -46,11 +46,7 @@ from shardwright.parallel.matrix_exchange import (
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
-from shardwright.parallel.weight_maxima import (
-    WeightMaxima,
-    agree_on_maxima,
-    with_agreed_maxima,
-)
+from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima, hold_maxima
 
 
 class ParallelModel:
@@ -84,7 +80,6 @@ class ParallelModel:
         pending_reductions: list[PendingReduction],
         offloaded_names: frozenset[str] = frozenset(),
         trained_offload: TrainedWeightStore | None = None,
-        weight_maxima: WeightMaxima | None = None,
     ) -> None:
         self.module = module
         self.decoder = decoder
@@ -97,7 +92,7 @@ class ParallelModel:
         self.trainable = trainable
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
-        self.weight_maxima = weight_maxima
+        self.weight_maxima: WeightMaxima | None = None
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
@@ -108,15 +103,14 @@ class ParallelModel:
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
         self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-        # FSDP2 swaps a module's parameters between sharded and gathered ones. The sharded ones
-        # are the model's, and always these objects.
+        # FSDP2 swaps a module's parameters for gathered ones; the model's are these objects.
         self._parameters = dict(decoder.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by name: DTensors if FSDP shards them, plain tensors otherwise."""
         yield from self._parameters.items()
 
-    @with_agreed_maxima
+    @hold_maxima
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

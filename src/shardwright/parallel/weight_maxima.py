@@ -84,7 +84,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def with_agreed_maxima(
+def hold_maxima(
     method: Callable[Concatenate[_Model, _Arguments], _Result],
 ) -> Callable[Concatenate[_Model, _Arguments], _Result]:
     """Run a method of a model within `agree_on_maxima`."""
