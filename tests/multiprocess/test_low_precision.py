@@ -19,6 +19,7 @@ from shardwright.layout import Layout
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
 from shardwright.parallel import low_precision
+from shardwright.parallel.mesh import Mesh
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.models import build_recipe
@@ -138,7 +139,10 @@ def test_adapters_over_a_quantised_base(ranks: RankPool, recipe: str) -> None:
 
 @contextmanager
 def take_scales_from_the_shard() -> Iterator[None]:
-    with mock.patch.object(low_precision, "reduce_maxima", lambda maxima, group: maxima):
+    with (
+        mock.patch.object(low_precision, "reduce_maxima", lambda maxima, group: maxima),
+        mock.patch.object(Mesh, "maximise_over", lambda mesh, maxima, axes: maxima),
+    ):
         yield
 
 

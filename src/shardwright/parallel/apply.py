@@ -72,6 +72,7 @@ from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
+from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,7 @@ def apply_layout(
         frozenset(offloaded),
         trained_offload,
     )
+    model.weight_maxima = build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded)
     if stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(

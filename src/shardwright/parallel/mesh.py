@@ -246,13 +246,22 @@ class Mesh:
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
         """Sum `tensor` in place over the ranks of the named axes."""
+        return self._reduce_over(tensor, axes, dist.ReduceOp.SUM)
+
+    def maximise_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
+        """Replace elements in place by the largest of the ranks of the named axes."""
+        return self._reduce_over(tensor, axes, dist.ReduceOp.MAX)
+
+    def _reduce_over(
+        self, tensor: Tensor, axes: Sequence[str], operation: dist.ReduceOp.RedOpType
+    ) -> Tensor:
         for group in self._find_fewest_groups(axes):
             with time_wait(group):
-                dist.all_reduce(tensor, group=group)
+                dist.all_reduce(tensor, operation, group=group)
         return tensor
 
     def _find_fewest_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-        """List groups such that summing over one after another is the sum over `axes`."""
+        """List groups such that reducing over one after another reduces over `axes`."""
         several = [axis for axis in axes if self.layout.degree(axis) > 1]
         ranks = self.grid.group_of(self.rank, several)
         if len(ranks) == 1:

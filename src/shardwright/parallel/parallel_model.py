@@ -46,6 +46,7 @@ from shardwright.parallel.matrix_exchange import (
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
+from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima, hold_maxima
 
 
 class ParallelModel:
@@ -91,6 +92,7 @@ class ParallelModel:
         self.trainable = trainable
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
+        self.weight_maxima: WeightMaxima | None = None
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
@@ -101,14 +103,14 @@ class ParallelModel:
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
         self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-        # FSDP2 swaps a module's parameters between sharded and gathered ones. The sharded ones
-        # are the model's, and always these objects.
+        # FSDP2 swaps a module's parameters for gathered ones; the model's are these objects.
         self._parameters = dict(decoder.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by name: DTensors if FSDP shards them, plain tensors otherwise."""
         yield from self._parameters.items()
 
+    @hold_maxima
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -309,7 +311,7 @@ class ParallelModel:
     def evaluate_mode(self) -> Iterator[nn.Module]:
         """Return a context for forward passes without gradients that reshards at its end."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), agree_on_maxima(self.weight_maxima):
                 yield self.module
         finally:
             self.reshard()

@@ -8,7 +8,8 @@ quantises the whole. Which products agree:
     outputs    w if whole      g, w              g if whole
     inputs     x, w            w if whole        x if whole
 
-"If whole": where one scale covers the tensor. Blocks of a fixed size lie within a shard
+"If whole": where one scale covers the tensor. Maxima of weights may be known before the step
+(`parallel.weight_maxima`). Blocks of a fixed size lie within a shard
 (`placement.check_low_precision`). With two levels of scales (`nvfp4`), these are the outer ones.
 
 Legend: M tokens, N output features, K input features, E experts.
@@ -107,6 +108,11 @@ class ScaledProducts:
     gathered: QuantisedMatrix | None = None
     """The weight, if its codes are gathered over data ranks; matrices of experts below each other.
     Those of a rank's shard are counted in `totals` where they are quantised."""
+    output_maxima: Tensor | None = None
+    """Maxima of the weight's blocks over all of its ranks, for the output, in the precision of the
+    operands; None if the product must agree on them."""
+    input_gradient_maxima: Tensor | None = None
+    """The same for the input gradient."""
     key: Tensor = field(init=False, repr=False)
     """Key of these products in `_counted_products`, an int64 scalar in host memory."""
 
@@ -124,14 +130,14 @@ class ScaledProducts:
         """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
         x_scaling, w_scaling = self.scaling.output
         x_operand = self.quantise(x_MK, x_scaling, _X)
-        return x_operand, transpose(self.quantise(w_NK, w_scaling, _W))
+        w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.output_maxima)
+        return x_operand, transpose(w_operand)
 
     def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute g w, `[M, K]`, in g's dtype."""
         g_scaling, w_scaling = self.scaling.input_gradient
-        return self._multiply(
-            self.quantise(g_MN, g_scaling, _G), self.quantise(w_NK, w_scaling, _W), g_MN.dtype
-        )
+        w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.input_gradient_maxima)
+        return self._multiply(self.quantise(g_MN, g_scaling, _G), w_operand, g_MN.dtype)
 
     def compute_weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Compute g^T x, `[N, K]`, in g's dtype."""
@@ -148,7 +154,11 @@ class ScaledProducts:
         """Multiply each row by its expert's matrix, `[M, N]`, in x's dtype."""
         x_scaling, w_scaling = self.scaling.output
         return self._multiply_grouped(
-            self.quantise(x_MK, x_scaling, _X), w_ENK, w_scaling, counts_E, x_MK.dtype, True
+            self.quantise(x_MK, x_scaling, _X),
+            self._quantise_experts(w_ENK, w_scaling, self.output_maxima),
+            counts_E,
+            x_MK.dtype,
+            is_transposed=True,
         )
 
     def compute_expert_input_gradient(
@@ -157,7 +167,11 @@ class ScaledProducts:
         """Multiply each gradient by its row's expert, `[M, K]`, in g's dtype."""
         g_scaling, w_scaling = self.scaling.input_gradient
         return self._multiply_grouped(
-            self.quantise(g_MN, g_scaling, _G), w_ENK, w_scaling, counts_E, g_MN.dtype, False
+            self.quantise(g_MN, g_scaling, _G),
+            self._quantise_experts(w_ENK, w_scaling, self.input_gradient_maxima),
+            counts_E,
+            g_MN.dtype,
+            is_transposed=False,
         )
 
     def quantise(
@@ -167,23 +181,26 @@ class ScaledProducts:
         dims: tuple[LayerDim, LayerDim],
         *,
         num_matrices: int = 1,
+        maxima: Tensor | None = None,
     ) -> Operand:
         """Quantise an operand whose rows and columns are the layer's `dims`.
 
         Args:
             num_matrices: Matrices stacked along the rows, each quantised by itself.
+            maxima: Maxima of all ranks, if they are known; of no use in another precision.
         """
         if self.gathered is not None and dims == _W:
             return self.gathered
-        maxima = None
-        widest = get_widest_blocks(scaling)
-        blocks = dict(zip(dims, (widest.rows, widest.columns), strict=True))
+        spans_ranks = self.spans_ranks(scaling, dims)
         if num_matrices > 1:
             scaling = limit_rows(scaling, values_RC.shape[0] // num_matrices)
-        spans_ranks = self.sharded in blocks and blocks[self.sharded] is None
-        if self.reduce_maxima is not None and spans_ranks:
+        if maxima is not None and maxima.dtype == values_RC.dtype:
+            maxima = maxima.float()
+        elif self.reduce_maxima is not None and spans_ranks:
             own_maxima = fp8.compute_block_maxima(values_RC, get_widest_blocks(scaling))
             maxima = self.reduce_maxima(own_maxima)
+        else:
+            maxima = None
         operand = quantise(values_RC, scaling, maxima)
         if self.totals is None:
             return operand
@@ -192,6 +209,12 @@ class ScaledProducts:
         if self.totals.is_counting:
             self.totals.add(self.name, values_RC, operand)
         return operand
+
+    def spans_ranks(self, scaling: Scaling, dims: tuple[LayerDim, LayerDim]) -> bool:
+        """Return True if a scale of an operand spans the ranks that share the weight."""
+        widest = get_widest_blocks(scaling)
+        blocks = dict(zip(dims, (widest.rows, widest.columns), strict=True))
+        return self.sharded in blocks and blocks[self.sharded] is None
 
     def _count_in_operator(self, values_RC: Tensor, operand: Operand) -> Tensor:
         """Count an operand in compiled code; the result replaces its first scales."""
@@ -211,18 +234,23 @@ class ScaledProducts:
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantise(left).to(wide) @ dequantise(right).to(wide)).to(dtype)
 
+    def _quantise_experts(self, w_ENK: Tensor, scaling: Scaling, maxima: Tensor | None) -> Operand:
+        """Quantise the experts' matrices below each other, each by itself."""
+        return self.quantise(
+            w_ENK.flatten(0, 1), scaling, _W, num_matrices=w_ENK.shape[0], maxima=maxima
+        )
+
     def _multiply_grouped(
         self,
         left: Operand,
-        w_ENK: Tensor,
-        w_scaling: Scaling,
+        right: Operand,
         counts_E: Tensor,
         dtype: torch.dtype,
+        *,
         is_transposed: bool,
     ) -> Tensor:
-        """Multiply rows by the experts' matrices, each quantised by itself."""
+        """Multiply rows by the experts' matrices."""
         assert get_widest_blocks(left.scaling).rows == 1, "rows of different experts share no scale"
-        right = self.quantise(w_ENK.flatten(0, 1), w_scaling, _W, num_matrices=w_ENK.shape[0])
         if not self.is_emulated:
             assert isinstance(left, QuantisedMatrix), "4-bit experts have no kernel"
             assert isinstance(right, QuantisedMatrix)
@@ -232,7 +260,7 @@ class ScaledProducts:
         wide = torch.promote_types(dtype, torch.float32)
         product_M = multiply_grouped(
             dequantise(left).to(wide),
-            dequantise(right).to(wide).unflatten(0, (w_ENK.shape[0], -1)),
+            dequantise(right).to(wide).unflatten(0, (counts_E.shape[0], -1)),
             counts_E,
             transposed=is_transposed,
         )
