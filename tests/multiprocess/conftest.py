@@ -24,6 +24,13 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def gloo_ranks() -> Iterator[RankPool]:
+    """Return the pool of tests that read PyTorch's record of operations, which has only gloo's."""
+    with SharedReferencePool(timeout_seconds=280.0, backend="gloo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def ordered_ranks() -> Iterator[OrderedRankPool]:
     """Return the pool whose ranks run in NCCL's order; a test fails where they would deadlock."""
     with OrderedRankPool(timeout_seconds=280.0) as pool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwright.verification.local_group import BACKEND
 from shardwright.verification.rank_pool import RankPool
 from shardwright.verification.reference import write_reference
 
@@ -18,8 +19,8 @@ __all__ = ["RankPool", "SharedReferencePool"]
 class SharedReferencePool(RankPool):
     """Pool that computes equal references once: many tests compare a layout with the same one."""
 
-    def __init__(self, *, timeout_seconds: float = 120.0) -> None:
-        super().__init__(timeout_seconds=timeout_seconds)
+    def __init__(self, *, timeout_seconds: float = 120.0, backend: str = BACKEND) -> None:
+        super().__init__(timeout_seconds=timeout_seconds, backend=backend)
         self._folder = tempfile.TemporaryDirectory(prefix="shardwright-references-")
         self._references: dict[bytes, Path] = {}
 

@@ -151,17 +151,17 @@ def record_calls(sequence_parallel: bool) -> list[list[str]]:
     return passes
 
 
-def test_chunks_are_communicated_beside_products(ranks: RankPool) -> None:
+def test_chunks_are_communicated_beside_products(gloo_ranks: RankPool) -> None:
     gathers = ["gather", "gather"]
     weights = ["product", "product"]
-    for passes in ranks.run(2, record_calls, True):
+    for passes in gloo_ranks.run(2, record_calls, True):
         assert passes == [
             [*gathers, "wait", "product", "product", "wait", "product", "product"],
             [*["product", "product", "sum"] * 2, *weights, "wait"],
             [*["product", "sum"] * 2, "wait"],
             [*gathers, "wait", "product", "wait", "product", "product"],
         ]
-    for passes in ranks.run(2, record_calls, False):
+    for passes in gloo_ranks.run(2, record_calls, False):
         assert passes == [
             weights,
             ["product", "product", "sum", *weights, "wait"],
@@ -183,11 +183,11 @@ def measure_recomputation(layout: Layout, config: dict[str, Any]) -> list[Counte
 GATHERED: SavedResults = frozenset(["gathered"])
 
 
-def test_recomputation_repeats_results_that_it_does_not_keep(ranks: RankPool) -> None:
+def test_recomputation_repeats_results_that_it_does_not_keep(gloo_ranks: RankPool) -> None:
     """Two chunks for each gather and sum; four layers, and two micro-batches."""
     layout = replace(SPLIT_STREAM, async_tensor_parallel="chunked")
     num_blocks = 8
-    for plain, selective, full, gathered in ranks.run(
+    for plain, selective, full, gathered in gloo_ranks.run(
         2, measure_recomputation, layout, MODELS["dense"]
     ):
         assert selective == plain

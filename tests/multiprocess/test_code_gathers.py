@@ -87,10 +87,12 @@ def run_step(cell: Cell, mutation: str) -> Step:
     "name",
     ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "experts"))],
 )
-def test_gathered_codes_give_the_gradients_of_gathered_bf16(ranks: RankPool, name: str) -> None:
+def test_gathered_codes_give_the_gradients_of_gathered_bf16(
+    gloo_ranks: RankPool, name: str
+) -> None:
     cell = CELLS[name]
-    plain = ranks.run(2, run_step, cell, "bf16")
-    coded = ranks.run(2, run_step, cell, "none")
+    plain = gloo_ranks.run(2, run_step, cell, "bf16")
+    coded = gloo_ranks.run(2, run_step, cell, "none")
     for wide, narrow in zip(plain, coded, strict=True):
         assert wide.gradients.keys() == narrow.gradients.keys()
         for key, gradient in wide.gradients.items():
@@ -108,6 +110,6 @@ def test_gathered_codes_give_the_gradients_of_gathered_bf16(ranks: RankPool, nam
         assert narrow.counts[:, 1].sum() > 0
     if name == "zero3":  # each mutation is noticed
         for mutation in ("stale", "other block"):
-            wrong = ranks.run(2, run_step, cell, mutation)[0].gradients
+            wrong = gloo_ranks.run(2, run_step, cell, mutation)[0].gradients
             right = plain[0].gradients
             assert any(not torch.equal(right[key], wrong[key]) for key in right)

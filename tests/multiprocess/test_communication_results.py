@@ -118,11 +118,11 @@ def measure_kinds(
     ],
 )
 def test_selective_repeats_no_collective_and_no_product(
-    ranks: RankPool, model: str, layout: Layout, repeated: dict[str, int]
+    gloo_ranks: RankPool, model: str, layout: Layout, repeated: dict[str, int]
 ) -> None:
     kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
     num_layers = 3 if model == "olmo2" else 4
-    for plain, selective, full in ranks.run(2, measure_kinds, layout, model, FP32, kinds):
+    for plain, selective, full in gloo_ranks.run(2, measure_kinds, layout, model, FP32, kinds):
         assert selective[0] == plain[0]
         assert selective[1] == plain[1]
         assert full[0] - plain[0] == Counter(
@@ -133,10 +133,12 @@ def test_selective_repeats_no_collective_and_no_product(
         assert full[3]
 
 
-def test_a_layer_repeats_the_collectives_of_results_that_it_does_not_keep(ranks: RankPool) -> None:
+def test_a_layer_repeats_the_collectives_of_results_that_it_does_not_keep(
+    gloo_ranks: RankPool,
+) -> None:
     gathers: SavedResults = frozenset(["gathered", "projections"])
     sums: SavedResults = frozenset(["attention_out", "attention"])
-    for plain, with_gathers, with_sums in ranks.run(
+    for plain, with_gathers, with_sums in gloo_ranks.run(
         2, measure_kinds, SPLIT_STREAM, "dense", FP32, ("none", gathers, sums)
     ):
         num_blocks = MICRO_BATCHES * 4
@@ -149,19 +151,19 @@ def test_a_layer_repeats_the_collectives_of_results_that_it_does_not_keep(ranks:
         assert with_sums[3]
 
 
-def test_numbers_of_rows_are_exchanged_and_read_once(ranks: RankPool) -> None:
+def test_numbers_of_rows_are_exchanged_and_read_once(gloo_ranks: RankPool) -> None:
     layout = Layout(dp_shard=2, ep=2, zero_stage=1)
     kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-    for steps in ranks.run(2, measure_kinds, layout, "moe", FP32, kinds):
+    for steps in gloo_ranks.run(2, measure_kinds, layout, "moe", FP32, kinds):
         for calls, _, num_reads, is_equal in steps:
             assert calls["all_to_all of counts"] == num_reads == MICRO_BATCHES * 4
             assert is_equal
 
 
-def test_maxima_of_8_bit_operands_are_reduced_once(ranks: RankPool) -> None:
+def test_maxima_of_8_bit_operands_are_reduced_once(gloo_ranks: RankPool) -> None:
     precision = PrecisionSection(kind="fp8", fp8=FP8Section(recipe="tensorwise", emulate=True))
     kinds: tuple[RecomputeKind, ...] = ("none", "selective", "full")
-    for plain, selective, full in ranks.run(
+    for plain, selective, full in gloo_ranks.run(
         2, measure_kinds, WHOLE_STREAM, "dense", precision, kinds
     ):
         assert selective[0] == plain[0]

@@ -90,7 +90,7 @@ def test_blocks_that_no_query_sees_are_not_computed(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bytes_sent_equal_the_formula(ranks: RankPool, num_ranks: int, method: str) -> None:
+def test_bytes_sent_equal_the_formula(gloo_ranks: RankPool, num_ranks: int, method: str) -> None:
     """Each of n ranks has Q bytes of queries (and of output) and P of keys and values."""
     sample = Sample(dtype=torch.float32)
     tokens = 2 * sample.tokens // num_ranks * 8 * 4  # of both rows, 8 features of 4 bytes
@@ -109,5 +109,5 @@ def test_bytes_sent_equal_the_formula(ranks: RankPool, num_ranks: int, method: s
         ],
         "ulysses": [{"all_to_all": exchanged}, {"all_to_all": exchanged}],
     }
-    for got in ranks.run(num_ranks, measure_traffic, sample, method):
+    for got in gloo_ranks.run(num_ranks, measure_traffic, sample, method):
         assert got == expected[method]

@@ -60,10 +60,10 @@ def count_issued_before(issued: list[str], kind: str, product: int) -> int:
 
 @pytest.mark.parametrize(("prefetch_depth", "ahead"), [(0, 0), (1, 1)])
 def test_parameters_are_gathered_before_the_preceding_block_computes(
-    ranks: RankPool, prefetch_depth: int, ahead: int
+    gloo_ranks: RankPool, prefetch_depth: int, ahead: int
 ) -> None:
     layout = Layout(dp_shard=2, zero_stage=3, prefetch_depth=prefetch_depth)
-    for issued in ranks.run(2, record_step, layout):
+    for issued in gloo_ranks.run(2, record_step, layout):
         for block in range(LAYERS):
             # The root's, its own, and those ahead.
             expected = 1 + min(block + 1 + ahead, LAYERS)
@@ -72,17 +72,17 @@ def test_parameters_are_gathered_before_the_preceding_block_computes(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_scattered_during_the_backward_pass_of_earlier_blocks(
-    ranks: RankPool, stage: int
+    gloo_ranks: RankPool, stage: int
 ) -> None:
     layout = Layout(dp_shard=2, zero_stage=stage)  # type: ignore[arg-type]
-    for issued in ranks.run(2, record_step, layout):
+    for issued in gloo_ranks.run(2, record_step, layout):
         # All blocks but the first have started theirs before the last product of the backward
         # pass.
         assert count_issued_before(issued, "reduce_scatter", -1) == LAYERS - 1
         assert count_issued_before(issued, "reduce_scatter", -2 * PRODUCTS) >= LAYERS - 2
 
 
-def test_buckets_are_reduced_during_the_backward_pass(ranks: RankPool) -> None:
-    for issued in ranks.run(2, record_step, Layout(dp_replicate=2, bucket_size_bytes=8192)):
+def test_buckets_are_reduced_during_the_backward_pass(gloo_ranks: RankPool) -> None:
+    for issued in gloo_ranks.run(2, record_step, Layout(dp_replicate=2, bucket_size_bytes=8192)):
         assert issued.count("all_reduce") >= 3
         assert count_issued_before(issued, "all_reduce", -1) >= issued.count("all_reduce") - 2

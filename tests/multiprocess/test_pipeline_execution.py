@@ -208,11 +208,11 @@ def count_pending_sends(layout: Layout) -> tuple[int, int]:
     ("schedule", "expected"), [("1f1b", (2, 2)), ("interleaved_1f1b", (4, 4)), ("zb_h1", (2, 2))]
 )
 def test_received_messages_are_released(
-    ranks: RankPool, schedule: str, expected: tuple[int, int]
+    gloo_ranks: RankPool, schedule: str, expected: tuple[int, int]
 ) -> None:
     # Hidden states that rank 0 sends, and gradients that rank 1 sends.
     layout = Layout(pp=2, schedule=schedule)
-    assert dict(ranks.run(2, count_pending_sends, layout)) == dict(enumerate(expected))
+    assert dict(gloo_ranks.run(2, count_pending_sends, layout)) == dict(enumerate(expected))
 
 
 def compute_losses_and_times(layout: Layout) -> tuple[float, float, dict[str, float]]:

@@ -71,9 +71,9 @@ def compute_ring_share(n: int) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_replicated_gradients_are_summed_once_a_step(ranks: RankPool, num_ranks: int) -> None:
+def test_replicated_gradients_are_summed_once_a_step(gloo_ranks: RankPool, num_ranks: int) -> None:
     layout = Layout(dp_replicate=num_ranks, bucket_size_bytes=2048)
-    for rank, (calls, parameters) in enumerate(ranks.run(num_ranks, record_step, layout)):
+    for rank, (calls, parameters) in enumerate(gloo_ranks.run(num_ranks, record_step, layout)):
         sent = sum_weight_bytes(calls, layout, rank)
         assert sent == {
             ("dp_replicate", "all_reduce"): pytest.approx(
@@ -89,10 +89,10 @@ def test_replicated_gradients_are_summed_once_a_step(ranks: RankPool, num_ranks:
     [(1, 1, 1), (2, 1, ACCUMULATION), (3, 2 * ACCUMULATION, ACCUMULATION)],
 )
 def test_sharded_weights_are_gathered_and_gradients_scattered(
-    ranks: RankPool, stage: int, gathers: int, scatters: int
+    gloo_ranks: RankPool, stage: int, gathers: int, scatters: int
 ) -> None:
     layout = Layout(dp_shard=2, zero_stage=stage)  # type: ignore[arg-type]
-    for rank, (calls, parameters) in enumerate(ranks.run(2, record_step, layout)):
+    for rank, (calls, parameters) in enumerate(gloo_ranks.run(2, record_step, layout)):
         sent = sum_weight_bytes(calls, layout, rank)
         whole = compute_ring_share(2) * FLOAT * parameters
         # An embedding and a head of 61 x 20.
@@ -105,9 +105,9 @@ def test_sharded_weights_are_gathered_and_gradients_scattered(
         assert set(sent) == {("fsdp", "all_gather"), ("fsdp", "reduce_scatter")}
 
 
-def test_hybrid_sums_shards_over_replicas(ranks: RankPool) -> None:
+def test_hybrid_sums_shards_over_replicas(gloo_ranks: RankPool) -> None:
     layout = Layout(dp_replicate=2, dp_shard=2, zero_stage=3)
-    for rank, (calls, parameters) in enumerate(ranks.run(4, record_step, layout)):
+    for rank, (calls, parameters) in enumerate(gloo_ranks.run(4, record_step, layout)):
         sent = sum_weight_bytes(calls, layout, rank)
         # Deferred to the last micro-batch, so once a step; the operand is a shard.
         assert sent["dp_replicate", "all_reduce"] == pytest.approx(
@@ -129,13 +129,13 @@ HEAD_DIM = 8
 
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once(
-    ranks: RankPool, degree: int
+    gloo_ranks: RankPool, degree: int
 ) -> None:
     layout = Layout(cp=degree, cp_method="ring")
     keys_values = 2 * ROWS * KV_HEADS * (TOKENS // degree) * HEAD_DIM * FLOAT
     # Keys and values stop before they reach their owner; gradients return to it.
     passes = 2 * (degree - 1) + degree
-    for calls, parameters in ranks.run(degree, record_step, layout, DENSE):
+    for calls, parameters in gloo_ranks.run(degree, record_step, layout, DENSE):
         sent = sum_bytes_by_kind(calls)
         assert sent["send"] == ACCUMULATION * LAYERS * passes * keys_values
         assert sent["all_reduce"] == pytest.approx(
@@ -144,18 +144,20 @@ def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once(
 
 
 def test_all_gather_context_sends_two_gathers_and_one_scatter(
-    ranks: RankPool,
+    gloo_ranks: RankPool,
 ) -> None:
     whole = 2 * ROWS * KV_HEADS * TOKENS * HEAD_DIM * FLOAT
-    for calls, _ in ranks.run(2, record_step, Layout(cp=2, cp_method="all_gather"), DENSE):
+    for calls, _ in gloo_ranks.run(2, record_step, Layout(cp=2, cp_method="all_gather"), DENSE):
         sent = sum_bytes_by_kind(calls)
         assert sent["all_gather"] == ACCUMULATION * LAYERS * 2 * compute_ring_share(2) * whole
         assert sent["reduce_scatter"] == ACCUMULATION * LAYERS * compute_ring_share(2) * whole
 
 
-def test_ulysses_exchanges_queries_keys_values_and_outputs_in_both_passes(ranks: RankPool) -> None:
+def test_ulysses_exchanges_queries_keys_values_and_outputs_in_both_passes(
+    gloo_ranks: RankPool,
+) -> None:
     exchanged = (2 * HEADS + 2 * KV_HEADS) * ROWS * (TOKENS // 2) * HEAD_DIM * FLOAT
-    for calls, _ in ranks.run(2, record_step, Layout(cp=2, cp_method="ulysses"), DENSE):
+    for calls, _ in gloo_ranks.run(2, record_step, Layout(cp=2, cp_method="ulysses"), DENSE):
         assert (
             sum_bytes_by_kind(calls)["all_to_all"]
             == ACCUMULATION * LAYERS * 2 * compute_ring_share(2) * exchanged
@@ -166,29 +168,29 @@ def test_ulysses_exchanges_queries_keys_values_and_outputs_in_both_passes(ranks:
     ("schedule", "boundaries"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_h1", 1), ("zbv", 2)]
 )
 def test_a_pipeline_sends_hidden_states_forward_and_gradients_back(
-    ranks: RankPool, schedule: str, boundaries: int
+    gloo_ranks: RankPool, schedule: str, boundaries: int
 ) -> None:
     # Two ranks. Looped stages cross ranks at every boundary; a V crosses twice and turns within a
     # rank.
     hidden = ROWS * TOKENS * WIDTH * FLOAT
-    by_rank = ranks.run(2, record_step, Layout(pp=2, schedule=schedule), DENSE)
+    by_rank = gloo_ranks.run(2, record_step, Layout(pp=2, schedule=schedule), DENSE)
     sent = sum(sum_bytes_by_kind(calls).get("send", 0.0) for calls, _ in by_rank)
     assert sent == ACCUMULATION * 2 * boundaries * hidden
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_tensor_parallel_layers_gather_and_scatter_the_residual_stream(
-    ranks: RankPool, degree: int
+    gloo_ranks: RankPool, degree: int
 ) -> None:
     hidden = ROWS * TOKENS * WIDTH * FLOAT
     # Attention and feed-forward each gather and scatter, in both passes; the embedding scatters,
     # the head gathers.
     expected = ACCUMULATION * (2 * LAYERS + 1) * 2 * compute_ring_share(degree) * hidden
-    for calls, _ in ranks.run(degree, record_step, Layout(tp=degree), DENSE):
+    for calls, _ in gloo_ranks.run(degree, record_step, Layout(tp=degree), DENSE):
         sent = sum_bytes_by_kind(calls)
         assert sent["all_gather"] - sum_vocabulary_bytes(calls, degree) == pytest.approx(expected)
         assert sent["reduce_scatter"] == pytest.approx(expected)
-    for calls, _ in ranks.run(
+    for calls, _ in gloo_ranks.run(
         degree, record_step, Layout(tp=degree, sequence_parallel=False), DENSE
     ):
         # The same bytes in all-reduces: at the end of a pair of products in the forward pass, and
@@ -214,8 +216,8 @@ def sum_vocabulary_bytes(calls: list[Collective], degree: int) -> float:
     return sum(call.sent_bytes for call in per_token)
 
 
-def test_experts_send_and_return_rows_in_both_passes(ranks: RankPool) -> None:
-    by_rank = ranks.run(2, record_step, Layout(dp_shard=2, ep=2, zero_stage=1), MOE)
+def test_experts_send_and_return_rows_in_both_passes(gloo_ranks: RankPool) -> None:
+    by_rank = gloo_ranks.run(2, record_step, Layout(dp_shard=2, ep=2, zero_stage=1), MOE)
     exchanges = [
         [call for call in calls if call.kind == "all_to_all" and call.dtype == "float32"]
         for calls, _ in by_rank

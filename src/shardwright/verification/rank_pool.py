@@ -1,4 +1,4 @@
-"""Persistent gloo groups of worker processes on this machine, one group per number of ranks.
+"""Persistent groups of worker processes on this machine, one group per number of ranks.
 
 Starting a rank takes seconds, mostly for imports, and a verification runs hundreds of small
 functions. So a server process imports once and forks the workers, and a group runs many
@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import RankFailed
+from shardwright.verification.local_group import BACKEND, use_transport
+from shardwright.verification.local_transport import LocalTransport, connect_ranks
 
 _PRELOADED = [
     __name__,
@@ -54,8 +57,15 @@ class RankPool:
     Use as a context manager, or call `close`. Not thread-safe.
     """
 
-    def __init__(self, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, *, timeout_seconds: float = 120.0, backend: str = BACKEND) -> None:
+        """Build a pool without workers.
+
+        Args:
+            timeout_seconds: limit of a call, and of waiting for another rank.
+            backend: backend of the process group, which works on CPU tensors.
+        """
         self.timeout_seconds = timeout_seconds
+        self._backend = backend
         self._groups: dict[int, tuple[list[_Worker], dist.TCPStore]] = {}
 
     def __enter__(self) -> RankPool:
@@ -103,17 +113,27 @@ class RankPool:
             # The store is in this process, on a port chosen by the kernel: no race for ports.
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             workers = []
+            connections = connect_ranks(num_ranks)
             for rank in range(num_ranks):
                 parent_pipe, worker_pipe = context.Pipe()
                 process = context.Process(
                     target=_run_worker,
-                    args=(worker_pipe, rank, num_ranks, store.port, self.timeout_seconds),
+                    args=(
+                        worker_pipe,
+                        rank,
+                        connections[rank],
+                        store.port,
+                        self._backend,
+                        self.timeout_seconds,
+                    ),
                     name=f"rank {rank} of {num_ranks}",
                     daemon=True,
                 )
                 process.start()
                 worker_pipe.close()
                 workers.append(_Worker(process, parent_pipe))
+                for link in connections[rank].values():
+                    link.close()  # or no rank would notice the end of another
             self._groups[num_ranks] = (workers, store)
         return self._groups[num_ranks][0]
 
@@ -191,20 +211,26 @@ def _is_consequence(failure: _Failure) -> bool:
 
 
 def _run_worker(
-    pipe: connection.Connection, rank: int, num_ranks: int, port: int, timeout_seconds: float
+    pipe: connection.Connection,
+    rank: int,
+    connections: dict[int, socket.socket],
+    port: int,
+    backend: str,
+    timeout_seconds: float,
 ) -> None:
     """Join the group, then answer calls until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
-    if num_ranks > 1:
+    if connections:
+        use_transport(LocalTransport(connections, timeout_seconds=timeout_seconds))
         store = dist.TCPStore(
             "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds)
         )
         dist.init_process_group(
-            "gloo",
+            backend,
             store=store,
             rank=rank,
-            world_size=num_ranks,
+            world_size=len(connections) + 1,
             timeout=timedelta(seconds=timeout_seconds),
         )
     while True:

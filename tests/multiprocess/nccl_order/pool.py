@@ -22,7 +22,7 @@ class OrderedRankPool(RankPool):
 
     def __init__(self, *, stuck_seconds: float = 20.0, timeout_seconds: float = 120.0) -> None:
         """Build a pool in which operations are stuck after some seconds under gloo, too."""
-        super().__init__(timeout_seconds=timeout_seconds)
+        super().__init__(timeout_seconds=timeout_seconds, backend="gloo")
         self.stuck_seconds = stuck_seconds
 
     def run(
