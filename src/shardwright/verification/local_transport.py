@@ -109,11 +109,6 @@ class LocalTransport:
                 self._read(0.0)
             return key in self._arrived
 
-    def close(self) -> None:
-        """Close all connections."""
-        for connection in self._sockets.values():
-            connection.close()
-
     def _read_or_wait(self, timeout_seconds: float) -> None:
         """Read what arrives, or let the thread that reads already do it."""
         if self._is_polling:
