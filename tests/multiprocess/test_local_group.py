@@ -17,7 +17,8 @@ LARGE = 1 << 20
 
 def run_operations(dtype: torch.dtype) -> dict[str, Tensor]:
     """Run every operation once on small whole numbers, of which every sum is exact."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     source = (torch.arange(6).reshape(2, 3) + 2 * rank).to(dtype)
     results = {}
     for kind in ("SUM", "MAX", "MIN", "PRODUCT"):

@@ -201,11 +201,13 @@ def rehearse_in_new_process(plan: Plan, rank: int, model: str = "llama") -> Rank
 
 @pytest.mark.parametrize(("model", "layout", "recompute", "kind"), CASES, ids=str)
 def test_a_rehearsal_equals_a_real_run(
-    ranks: RankPool, model: str, layout: Layout, recompute: str, kind: PrecisionKind
+    gloo_ranks: RankPool, model: str, layout: Layout, recompute: str, kind: PrecisionKind
 ) -> None:
     plan = build_case_plan(model, layout, recompute, kind)
     report = rehearse_in_new_process(plan, 0, model)
-    peak, calls = ranks.run(layout.world_size, run_real_step, plan, report.peak_bytes, model)[0]
+    peak, calls = gloo_ranks.run(layout.world_size, run_real_step, plan, report.peak_bytes, model)[
+        0
+    ]
     # DDP rearranges its buckets in the second step, with a broadcast; the first step has one
     # bucket.
     if layout.zero_stage:

@@ -98,11 +98,11 @@ def run_two_steps(cell: Cell, change: str = "none") -> TwoSteps:
     return steps
 
 
-def list_wrong_steps(ranks: RankPool, cell: Cell, change: str) -> list[int]:
+def list_wrong_steps(gloo_ranks: RankPool, cell: Cell, change: str) -> list[int]:
     """Return the steps in which a rank's operands are not those of one process."""
     single = replace(cell, layout=Layout())
-    (expected,) = ranks.run(1, run_two_steps, single)
-    found = ranks.run(cell.layout.world_size, run_two_steps, cell, change)
+    (expected,) = gloo_ranks.run(1, run_two_steps, single)
+    found = gloo_ranks.run(cell.layout.world_size, run_two_steps, cell, change)
     rows = [assemble_rows(cell, [steps.records[number] for steps in found]) for number in range(2)]
     return [
         number
@@ -112,13 +112,13 @@ def list_wrong_steps(ranks: RankPool, cell: Cell, change: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_maxima_are_agreed_once_per_step(ranks: RankPool, name: str) -> None:
+def test_maxima_are_agreed_once_per_step(gloo_ranks: RankPool, name: str) -> None:
     cell, num_products = CELLS[name]
-    assert list_wrong_steps(ranks, cell, "none") == []
+    assert list_wrong_steps(gloo_ranks, cell, "none") == []
     # A shard's scale is wrong in every step, a kept one from the change of the weights on.
-    assert list_wrong_steps(ranks, cell, "shard") == [0, 1]
-    assert list_wrong_steps(ranks, cell, "stale") == [1]
+    assert list_wrong_steps(gloo_ranks, cell, "shard") == [0, 1]
+    assert list_wrong_steps(gloo_ranks, cell, "stale") == [1]
     size = cell.layout.world_size
-    agreed = ranks.run(size, run_two_steps, cell)[0].num_collectives
-    in_products = ranks.run(size, run_two_steps, cell, "in each product")[0].num_collectives
+    agreed = gloo_ranks.run(size, run_two_steps, cell)[0].num_collectives
+    in_products = gloo_ranks.run(size, run_two_steps, cell, "in each product")[0].num_collectives
     assert in_products[0] - agreed[0] == in_products[1] - agreed[1] == num_products - 1

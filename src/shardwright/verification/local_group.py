@@ -165,7 +165,7 @@ class LocalProcessGroup(dist.ProcessGroup):
             finish(received)
 
         def is_ready() -> bool:
-            return all(self._transport.has_arrived(peer, address) for _, peer in others)
+            return all(self._transport.has_message(peer, address) for _, peer in others)
 
         return LocalWork(complete, is_ready, outputs)
 
@@ -183,7 +183,7 @@ class LocalProcessGroup(dist.ProcessGroup):
         address = (self._name, tag, self._count_message("receive", src, tag))
         return LocalWork(
             lambda: _write(tensor, self._transport.receive(peer, address)),
-            lambda: self._transport.has_arrived(peer, address),
+            lambda: self._transport.has_message(peer, address),
             tensors,
         )
 

@@ -49,7 +49,7 @@ class LocalTransport:
         """Take over the sockets, by the rank of the peer."""
         self._sockets = dict(sockets)
         self._timeout_seconds = timeout_seconds
-        self._arrived: dict[tuple[int, bytes, int, int], bytearray] = {}
+        self._received: dict[tuple[int, bytes, int, int], bytearray] = {}
         self._unparsed = {peer: bytearray() for peer in self._sockets}
         self._ended: set[int] = set()
         self._send_locks = {peer: threading.Lock() for peer in self._sockets}
@@ -90,7 +90,7 @@ class LocalTransport:
         key = (peer, *_encode_address(address))
         deadline = time.monotonic() + self._timeout_seconds
         with self._changed:
-            while key not in self._arrived:
+            while key not in self._received:
                 if peer in self._ended:
                     raise PeerLost(f"rank {peer} has ended")
                 left = deadline - time.monotonic()
@@ -99,15 +99,15 @@ class LocalTransport:
                         f"no message from rank {peer} within {self._timeout_seconds:g} s"
                     )
                 self._read_or_wait(left)
-            return self._arrived.pop(key)
+            return self._received.pop(key)
 
-    def has_arrived(self, peer: int, address: Address) -> bool:
+    def has_message(self, peer: int, address: Address) -> bool:
         """Return True if `receive` would not wait."""
         key = (peer, *_encode_address(address))
         with self._changed:
             if not self._is_polling:
                 self._read(0.0)
-            return key in self._arrived
+            return key in self._received
 
     def _read_or_wait(self, timeout_seconds: float) -> None:
         """Read what arrives, or let the thread that reads already do it."""
@@ -149,7 +149,7 @@ class LocalTransport:
             end = start + _HEADER.size + size
             if len(waiting) < end:
                 break
-            self._arrived[peer, digest, tag, number] = waiting[start + _HEADER.size : end]
+            self._received[peer, digest, tag, number] = waiting[start + _HEADER.size : end]
             start = end
         del waiting[:start]
 

@@ -15,5 +15,5 @@ def device_ranks() -> Iterator[RankPool]:
     """Return a pool whose ranks have the device; their collectives run on gloo."""
     forkserver.set_forkserver_preload(["tests.hostcuda.activate", "tests.hostcuda.ranks"])
     forkserver.ensure_running()  # before the pool sets its own imports
-    with RankPool(timeout_seconds=120.0) as pool:
+    with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
         yield pool

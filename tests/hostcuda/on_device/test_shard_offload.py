@@ -121,7 +121,7 @@ def own_device_ranks(device_ranks: RankPool) -> Iterator[RankPool]:
 
     The other pool has prepared the server of its processes, which then have the device.
     """
-    with RankPool(timeout_seconds=120.0) as pool:
+    with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
         yield pool
 
 
