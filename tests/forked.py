@@ -483,7 +483,9 @@ def _import_all() -> None:
     import_module(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     ).Popen = Popen
-    import_module("shardwright.launch.rank_processes").Popen = Popen
+    nodes = import_module("shardwright.launch.nodes")
+    assert nodes.Popen is subprocess.Popen  # where the processes of ranks are started
+    nodes.Popen = Popen
     # Otherwise every program's first full collection copies the pages of all imports.
     gc.collect()
     gc.freeze()

@@ -51,9 +51,13 @@ def test_a_node_ends_with_the_exit_code_of_its_ranks(script: str, expected: Exit
 
 
 def test_the_others_are_ended_after_a_failure_and_killed_if_they_stay(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    script = "test $RANK = 1 && exit 3; trap '' TERM; while true; do sleep 0.05; done"
+    ready = tmp_path / "ready"  # rank 1 fails once rank 0 ignores the signal
+    script = (
+        f"if test $RANK = 1; then until test -e {ready}; do sleep 0.05; done; exit 3; fi; "
+        f"trap '' TERM; touch {ready}; while true; do sleep 0.05; done"
+    )
     start = time.monotonic()
     code = run_node_ranks(NodeRanks(2), write_command(script), peer_seconds=0.3)
     assert code == ExitCode.RUN_FAILED
