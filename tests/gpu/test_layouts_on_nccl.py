@@ -216,23 +216,6 @@ def time_steps(step: Callable[[], Tensor]) -> float:
     return events[0].elapsed_time(events[1]) / 20
 
 
-def test_speed_of_overlapped_tensor_parallelism(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """The page of `make gpu` shows the times: 8,192 tokens, forward and backward pass."""
-    skip_without_gpus(2)
-    monkeypatch.delenv("NCCL_BUFFSIZE")
-    monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
-    torch.multiprocessing.spawn(measure_feed_forward, (tmp_path,), nprocs=2)
-    for overlap, (milliseconds, distance) in json.loads(
-        (tmp_path / "results.json").read_text()
-    ).items():
-        record_property(f"async_tensor_parallel: {overlap}", f"{milliseconds:.3f} ms")
-        assert distance < 0.02
-
-
 def measure_experts(rank: int, folder: Path) -> None:
     """Time a sparse layer of the Mixtral-8x7B shape on two ranks, and compare gradients."""
     torch.cuda.set_device(rank)
@@ -266,7 +249,13 @@ def measure_experts(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_speed_of_expert_dispatch_in_halves(
+@pytest.mark.parametrize(
+    ("option", "measure"),
+    [("async_tensor_parallel", measure_feed_forward), ("expert_dispatch", measure_experts)],
+)
+def test_speed_of_overlapped_communication(
+    option: str,
+    measure: Callable[[int, Path], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
@@ -275,11 +264,10 @@ def test_speed_of_expert_dispatch_in_halves(
     skip_without_gpus(2)
     monkeypatch.delenv("NCCL_BUFFSIZE")
     monkeypatch.delenv("NCCL_MAX_P2P_NCHANNELS")
-    torch.multiprocessing.spawn(measure_experts, (tmp_path,), nprocs=2)
-    for name, (milliseconds, distance) in json.loads(
-        (tmp_path / "results.json").read_text()
-    ).items():
-        record_property(f"expert_dispatch: {name}", f"{milliseconds:.3f} ms")
+    torch.multiprocessing.spawn(measure, (tmp_path,), nprocs=2)
+    results = json.loads((tmp_path / "results.json").read_text())
+    for value, (milliseconds, distance) in results.items():
+        record_property(f"{option}: {value}", f"{milliseconds:.3f} ms")
         assert distance < 0.02
 
 

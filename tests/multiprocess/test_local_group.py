@@ -65,6 +65,17 @@ def test_every_operation_gives_the_result_of_gloo(
             assert torch.equal(got[name], tensor), name
 
 
+def average() -> list[float]:
+    tensor = torch.tensor([1.0, 4.0]) * (dist.get_rank() + 1)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    return tensor.tolist()
+
+
+def test_an_average_is_that_of_all_ranks(ranks: RankPool) -> None:
+    """FSDP2 asks for it; gloo has none."""
+    assert ranks.run(3, average) == [[2.0, 8.0]] * 3
+
+
 def wait_in_another_order() -> list[float]:
     rank = dist.get_rank()
     tensors = [torch.tensor(float(rank + 10 * number)) for number in range(3)]

@@ -12,7 +12,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -20,15 +19,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 
 from shardwright.errors import ExitCode, InputError, Preempted, RunFailed, ShardwrightError
 from shardwright.launch.node_place import NodePlace
 from shardwright.launch.nodes import (
     FIRST_WAIT_SECONDS,
-    POOL_OPTION,
+    LocalNode,
+    LocalProcess,
     detect_loss_soon,
+    end_processes,
     send_message,
 )
 from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE, request_stop
@@ -140,7 +140,8 @@ class _NodeService:
     def __init__(self, connection: socket.socket, source: Any) -> None:
         self._connection = connection
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._processes: dict[int, Popen[bytes]] = {}
+        self._node = LocalNode()
+        self._processes: dict[int, LocalProcess] = {}
         self._generation: _Generation | None = None
         self._stack = ExitStack()
         self._next_progress_seconds = 0.0
@@ -151,15 +152,7 @@ class _NodeService:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            _close_input(process)
-        deadline = time.monotonic() + _EXIT_SECONDS
-        for process in self._processes.values():
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        end_processes(list(self._processes.values()), _EXIT_SECONDS)
         self._stack.close()
 
     def _read(self, source: Any) -> None:
@@ -191,15 +184,16 @@ class _NodeService:
         if "generation" in message:
             self._begin_generation(message)
         elif "start" in message:
-            words = [sys.executable, "-m", message["module"], POOL_OPTION]
             environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
-            self._processes[message["start"]] = Popen(words, stdin=PIPE, env=environment)
+            self._processes[message["start"]] = LocalProcess(
+                self._node, message["module"], environment
+            )
         elif "send" in message:
             self._send(self._processes.get(message["send"]), message["message"])
         elif "stop" in message:
             self.request_stop(message["stop"])
         elif "close" in message and (process := self._processes.get(message["close"])):
-            _close_input(process)
+            process.close_input()
         elif "kill" in message and (process := self._processes.get(message["kill"])):
             process.kill()
 
@@ -214,7 +208,7 @@ class _NodeService:
         self._stack.enter_context(watchdog)
         self._generation = _Generation(message["generation"], control, watchdog, [], set())
 
-    def _send(self, process: Popen[bytes] | None, message: dict[str, Any]) -> None:
+    def _send(self, process: LocalProcess | None, message: dict[str, Any]) -> None:
         """Pass a message on to a process, with the paths of this node."""
         if process is None:
             return
@@ -225,10 +219,7 @@ class _NodeService:
             message["arguments"][0] = str(control / "recipe.yaml")
             if message["log"] is not None:
                 message["log"] = str(control / Path(message["log"]).name)
-        assert process.stdin is not None
-        with suppress(OSError):  # it has ended, which its status shows
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            process.stdin.flush()
+        process.send(message)
 
     def _report(self) -> None:
         """Send what is new: outcomes, processes that wait or have ended, progress, a hang.
@@ -248,7 +239,7 @@ class _NodeService:
             self._report_generation(self._generation)
         for number, status in ended.items():
             send_message(self._connection, {"ended": number, "status": status})
-            _close_input(self._processes.pop(number))
+            self._processes.pop(number).close_input()
 
     def _report_generation(self, generation: _Generation) -> None:
         def send(**content: Any) -> None:
@@ -282,12 +273,6 @@ class _NodeService:
         if progress and progress != generation.progress:
             generation.progress = progress
             send(progress=progress)
-
-
-def _close_input(process: Popen[bytes]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.close()
 
 
 @contextmanager

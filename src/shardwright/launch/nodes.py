@@ -32,6 +32,7 @@ FIRST_WAIT_SECONDS = 600.0
 LOSS_SECONDS = 15
 """Seconds without an answer of the other machine, or without a message of a node's service, after
 which it counts as lost."""
+_POLL_SECONDS = 0.02
 _MIRRORED_FILE = re.compile(r"rank-\d+\.(json|idle)")
 
 
@@ -90,9 +91,14 @@ class RunNode(ABC):
 class LocalProcess(RankProcess):
     """Child of this process."""
 
-    def __init__(self, node: RunNode, process: Popen[bytes]) -> None:
+    def __init__(
+        self, node: RunNode, module: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.node = node
-        self.process = process
+        # Its output stays this terminal until it gets a rank: only rank 0 writes there.
+        self.process = Popen(
+            [sys.executable, "-m", module, POOL_OPTION], stdin=PIPE, env=environment
+        )
 
     def poll(self) -> int | None:
         return self.process.poll()
@@ -112,6 +118,20 @@ class LocalProcess(RankProcess):
         self.process.kill()
 
 
+def end_processes(processes: Sequence[RankProcess], seconds: float) -> None:
+    """End processes: those that wait exit at once, others are killed after some time."""
+    for process in processes:
+        process.close_input()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        is_killed = False
+        while process.poll() is None:
+            if not is_killed and time.monotonic() > deadline:
+                process.kill()
+                is_killed = True
+            time.sleep(_POLL_SECONDS)
+
+
 class LocalNode(RunNode):
     """This machine."""
 
@@ -121,8 +141,7 @@ class LocalNode(RunNode):
         self._control: Path | None = None
 
     def start_process(self, module: str) -> RankProcess:
-        # Its output stays this terminal until it gets a rank: only rank 0 writes there.
-        return LocalProcess(self, Popen([sys.executable, "-m", module, POOL_OPTION], stdin=PIPE))
+        return LocalProcess(self, module)
 
     def begin_generation(
         self, control: Path, arguments: Sequence[str], hang_reports: Path | None
@@ -138,23 +157,24 @@ class LocalNode(RunNode):
 class _RemoteProcess(RankProcess):
     """Child of another node's service."""
 
+    node: RemoteNode
+
     def __init__(self, node: RemoteNode, number: int) -> None:
         self.node = node
-        self._remote = node
         self._number = number
 
     def poll(self) -> int | None:
-        status = self._remote.statuses.get(self._number)
+        status = self.node.statuses.get(self._number)
         return int(ExitCode.RUN_FAILED) if status is None and self.node.is_lost else status
 
     def send(self, message: Mapping[str, object]) -> None:
-        self._remote.send({"send": self._number, "message": message})
+        self.node.send({"send": self._number, "message": message})
 
     def close_input(self) -> None:
-        self._remote.send({"close": self._number})
+        self.node.send({"close": self._number})
 
     def kill(self) -> None:
-        self._remote.send({"kill": self._number})
+        self.node.send({"kill": self._number})
 
 
 class RemoteNode(RunNode):

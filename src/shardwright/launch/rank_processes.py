@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.errors import ExitCode, LayoutError
 from shardwright.launch.node_connections import Nodes
-from shardwright.launch.nodes import RankProcess, RunNode
+from shardwright.launch.nodes import RankProcess, RunNode, end_processes
 from shardwright.launch.rank_outcome import (
     STOP_FILE_NAME,
     get_idle_path,
@@ -96,12 +96,7 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         """End all processes: those that wait exit at once, others are killed after a while."""
-        processes = [*self._processes.values(), *self._spares]
-        for process in processes:
-            process.close_input()
-        deadline = time.monotonic() + _EXIT_SECONDS
-        for process in processes:
-            _wait(process, deadline - time.monotonic())
+        end_processes([*self._processes.values(), *self._spares], _EXIT_SECONDS)
         self._processes.clear()
         self._spares.clear()
         self._logs.cleanup()
@@ -201,8 +196,7 @@ class RankProcesses:
         former = self._processes
         former_nodes = self._node_of_rank
         self._processes = {rank: former.pop(survivors[rank]) for rank in sorted(survivors)}
-        for process in former.values():
-            self._discard(process)
+        end_processes(list(former.values()), 0.0)
         for rank in range(num_ranks):
             if rank not in survivors:
                 node = self._choose_node(former_nodes.get(rank))
@@ -235,7 +229,7 @@ class RankProcesses:
                 if status is not None:
                     if process.node.is_lost and not get_outcome_path(control, rank).exists():
                         write_lost_rank(control, rank, process.node.name)
-                    self._discard(self._processes.pop(rank))
+                    end_processes([self._processes.pop(rank)], 0.0)
                 elif get_idle_path(control, rank).exists():
                     status = int(ExitCode.RUN_FAILED if _has_failed(control, rank) else 0)
                 if status is not None:
@@ -304,23 +298,8 @@ class RankProcesses:
             self._spares.remove(spare)  # first the one that has imported the most
             if spare.poll() is None:
                 return spare
-            self._discard(spare)
+            end_processes([spare], 0.0)
         return None
-
-    def _discard(self, process: RankProcess) -> None:
-        """End a process that has no further use."""
-        process.close_input()
-        _wait(process, 0.0)
-
-
-def _wait(process: RankProcess, seconds: float) -> None:
-    """Wait for the end of a process, and kill it after some time."""
-    deadline = time.monotonic() + seconds
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            process.kill()
-            deadline = float("inf")
-        time.sleep(_POLL_SECONDS)
 
 
 def choose_leaving_ranks(

@@ -46,7 +46,7 @@ from shardwright.parallel.matrix_exchange import (
 from shardwright.parallel.mesh import Mesh, sum_over
 from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
-from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima, hold_maxima
+from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima
 
 
 class ParallelModel:
@@ -103,14 +103,14 @@ class ParallelModel:
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
         self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-        # FSDP2 swaps a module's parameters for gathered ones; the model's are these objects.
+        # FSDP2 swaps a module's parameters between sharded and gathered ones. The sharded ones
+        # are the model's, and always these objects.
         self._parameters = dict(decoder.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by name: DTensors if FSDP shards them, plain tensors otherwise."""
         yield from self._parameters.items()
 
-    @hold_maxima
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

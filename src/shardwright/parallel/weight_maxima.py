@@ -9,10 +9,9 @@ precision keeps the order of numbers, so rounded maxima are the maxima of rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,28 +72,6 @@ class WeightMaxima:
 def agree_on_maxima(maxima: WeightMaxima | None) -> AbstractContextManager[None]:
     """Return the context of passes between which weights do not change; every rank enters it."""
     return nullcontext() if maxima is None else maxima.agree()
-
-
-class _HasMaxima(Protocol):
-    weight_maxima: WeightMaxima | None
-
-
-_Model = TypeVar("_Model", bound=_HasMaxima)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def hold_maxima(
-    method: Callable[Concatenate[_Model, _Arguments], _Result],
-) -> Callable[Concatenate[_Model, _Arguments], _Result]:
-    """Run a method of a model within `agree_on_maxima`."""
-
-    @wraps(method)
-    def call(model: _Model, *args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
-        with agree_on_maxima(model.weight_maxima):
-            return method(model, *args, **options)
-
-    return call
 
 
 def build_weight_maxima(

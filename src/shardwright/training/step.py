@@ -29,6 +29,7 @@ from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.parallel import ParallelModel
 from shardwright.parallel.mesh import check_nccl_groups
+from shardwright.parallel.weight_maxima import agree_on_maxima
 from shardwright.training.metrics.expert_load import update_balance_biases
 
 
@@ -300,7 +301,8 @@ def accumulate_gradients(
         dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
         return objective.arguments(batch) | routing | {"dropout": dropout}
 
-    loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
+    with agree_on_maxima(model.weight_maxima):
+        loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
     routers = _sum_router_tables(model)

@@ -31,9 +31,6 @@ _REDUCTIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] =
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.BAND: torch.bitwise_and,
-    dist.ReduceOp.BOR: torch.bitwise_or,
-    dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 Message = memoryview | bytearray | bytes
@@ -130,7 +127,7 @@ class LocalProcessGroup(dist.ProcessGroup):
 
     def _exchange(
         self,
-        parts: Sequence[Tensor] | None,
+        parts: Tensor | Sequence[Tensor] | None,
         outputs: list[Tensor],
         finish: Callable[[list[Message]], object],
         *,
@@ -139,7 +136,7 @@ class LocalProcessGroup(dist.ProcessGroup):
         """Send a part to each rank, and pass the parts from all ranks to `finish` on waiting.
 
         Args:
-            parts: by rank of the group; None sends nothing.
+            parts: one for all ranks, or by rank of the group; None sends nothing.
             outputs: result of the operation.
             finish: receives the bytes by rank, empty for ranks that do not send.
             source: the only rank that sends; None is all.
@@ -148,8 +145,10 @@ class LocalProcessGroup(dist.ProcessGroup):
         self._num_collectives += 1
         own: Message = b""
         if parts is not None:
-            is_same = all(part is parts[0] for part in parts)
-            encoded = [_encode(parts[0])] * len(parts) if is_same else list(map(_encode, parts))
+            if isinstance(parts, Tensor):
+                encoded = [_encode(parts)] * self.size()
+            else:
+                encoded = [_encode(part) for part in parts]
             own = encoded[self._rank]
             for i, peer in enumerate(self._ranks):
                 if i != self._rank:
@@ -195,10 +194,12 @@ class LocalProcessGroup(dist.ProcessGroup):
         """Reduce a tensor in place."""
         (tensor,) = tensors
         return self._exchange(
-            [tensor] * self.size(),
+            tensor,
             tensors,
             lambda received: tensor.data.copy_(_reduce(received, tensor, opts)),
         )
+
+    # DTensor's functional collectives call the operations on several tensors, for one too.
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> LocalWork:
         """Reduce tensors in place."""
@@ -212,14 +213,14 @@ class LocalProcessGroup(dist.ProcessGroup):
             if self._rank == opts.rootRank:
                 tensor.data.copy_(_reduce(received, tensor, opts))
 
-        return self._exchange([tensor] * self.size(), tensors, finish)
+        return self._exchange(tensor, tensors, finish)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> LocalWork:
         """Copy the root's tensor to all ranks."""
         (tensor,) = tensors
         root = opts.rootRank
         return self._exchange(
-            [tensor] * self.size() if self._rank == root else None,
+            tensor if self._rank == root else None,
             tensors,
             lambda received: _write(tensor, received[root]),
             source=root,
@@ -227,21 +228,19 @@ class LocalProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> LocalWork:
         """Wait until all ranks have called it."""
-        return self._exchange([torch.empty(0)] * self.size(), [], lambda _: None)
+        return self._exchange(torch.empty(0), [], lambda _: None)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> LocalWork:
         """Gather a tensor of each rank."""
         return self._exchange(
-            inputs * self.size(), outputs[0], lambda received: _write_all(outputs[0], received)
+            inputs[0], outputs[0], lambda received: _write_all(outputs[0], received)
         )
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> LocalWork:
         """Gather a tensor of each rank into one."""
-        return self._exchange(
-            [source] * self.size(), [output], lambda received: _write(output, b"".join(received))
-        )
+        return self._exchange(source, [output], lambda received: _write(output, b"".join(received)))
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -287,16 +286,10 @@ class LocalProcessGroup(dist.ProcessGroup):
         parts = detached.split(input_sizes) if input_sizes else detached.chunk(self.size())
         return self._exchange(parts, [output], lambda received: _write(output, b"".join(received)))
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> LocalWork:
-        """Send a tensor to each rank and receive one from each."""
-        return self._exchange(inputs, outputs, lambda received: _write_all(outputs, received))
-
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> LocalWork:
         """Gather a tensor of each rank on the root."""
         results = outputs[0] if outputs else []
-        return self._exchange(
-            inputs * self.size(), results, lambda received: _write_all(results, received)
-        )
+        return self._exchange(inputs[0], results, lambda received: _write_all(results, received))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> LocalWork:
         """Receive one of the root's tensors."""

@@ -195,7 +195,6 @@ def test_only_rank_0_writes_to_the_terminal(
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankProcesses, NodePlace]]:
     """Processes of this node and another one, two ranks each; the test connects the other one."""
     monkeypatch.setattr(nodes, "Popen", forked.Popen)
-    monkeypatch.setattr(node_service, "Popen", forked.Popen)
     monkeypatch.setattr(node_service, "_EXIT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
