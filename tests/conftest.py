@@ -84,10 +84,24 @@ OTHER_PROCESSES = frozenset({"subprocess", "threading", "socket", "forked"})
 """Imports of test modules whose outcome depends on the scheduling of other processes."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Repeat failed tests that depend on other processes once, and report them by name:
-    docs/decisions/0050-tests-tried-twice.md.
+def rank_by_length(item: pytest.Item) -> int:
+    """Return the place of a test in the run.
+
+    The longest scopes come first, so that both workers end with short ones: one takes the session
+    of the test device and then the second half of the tests with ranks, the other the first half.
     """
+    if item.nodeid.startswith("tests/hostcuda/"):
+        return 0
+    if item.nodeid.startswith(SECOND_HALF):
+        return 2
+    return 1 if item.nodeid.startswith(SEVERAL_PROCESSES) else 3
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the longest tests first; repeat failed tests that depend on other processes once, and
+    report them by name: docs/decisions/0050-tests-tried-twice.md.
+    """
+    items.sort(key=rank_by_length)
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return
     for item in items:
@@ -125,6 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "ranks, second half"
             return "ranks" if nodeid.startswith(SEVERAL_PROCESSES) else nodeid
 
+    config.option.loadscopereorder = False  # by numbers of tests: the longest are few
     return RanksTogether(config, log)
 
 

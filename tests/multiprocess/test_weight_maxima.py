@@ -34,17 +34,25 @@ from tests.multiprocess.scaled_operands import (
     record_operands,
 )
 
+LENGTH = 32
+"""Tokens of a row."""
+
 # Cells, with the products of a step whose scale of the weight spans ranks. A layer of DENSE has
 # five matrices of which outputs are sharded, and two of which inputs are; of SPARSE four and two.
 CELLS = {
     # The output and the input gradient in each of two layers and micro-batches.
     "tensorwise-tp": (
-        Cell(DENSE, build_section("tensorwise"), Layout(tp=2), 2),
+        Cell(DENSE, build_section("tensorwise"), Layout(tp=2), 2, length=LENGTH),
         2 * 2 * (5 + 2) * 2,
     ),
     # Scales of rows span the ranks that shard inputs.
     "gw_hp-zero3-tp": (
-        Cell(SPARSE, build_section("rowwise_with_gw_hp"), Layout(dp_shard=2, tp=2, zero_stage=3)),
+        Cell(
+            SPARSE,
+            build_section("rowwise_with_gw_hp"),
+            Layout(dp_shard=2, tp=2, zero_stage=3),
+            length=LENGTH,
+        ),
         2 * (4 + 2 + 2),
     ),
 }
