@@ -76,7 +76,7 @@ def exchange_numbers(calls: Sequence[str]) -> list[float]:
     return received.tolist()
 
 
-def test_a_send_that_gloo_buffers_is_refused(ordered_ranks: OrderedRankPool) -> None:
+def test_a_send_that_is_buffered_is_refused(ordered_ranks: OrderedRankPool) -> None:
     with pytest.raises(WrongOrder) as caught:
         ordered_ranks.run(3, exchange_numbers, ["send", "receive", "wait"])
     assert "deadlock on NCCL" in str(caught.value)
@@ -128,7 +128,7 @@ def send_by_tag() -> list[float]:
 
 
 def test_messages_arrive_in_order_whatever_their_tags(ordered_ranks: OrderedRankPool) -> None:
-    """gloo would deliver by tag, and NCCL does not know them."""
+    """gloo delivers by tag, and NCCL does not know them."""
     assert ordered_ranks.run(2, send_by_tag)[1] == [0.0, 1.0]
 
 
@@ -189,7 +189,7 @@ def receive_before_send() -> None:
     dist.send(torch.ones(1), peer)
 
 
-def test_operations_that_are_stuck_under_gloo_are_named() -> None:
+def test_operations_that_are_stuck_are_named() -> None:
     with OrderedRankPool(stuck_seconds=2.0) as pool:
         with pytest.raises(WrongOrder, match="rank 0: barrier; rank 1: allreduce"):
             pool.run(2, call_different_collectives)

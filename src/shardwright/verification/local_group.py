@@ -45,6 +45,12 @@ def use_transport(transport: LocalTransport) -> None:
     _transport = transport
 
 
+def get_transport() -> LocalTransport:
+    """Return the transport of groups made from now on."""
+    assert _transport is not None, "use_transport has not been called"
+    return _transport
+
+
 class LocalWork(dist.Work):
     """Operation whose own part has been sent; the first `wait` takes the parts of the others."""
 
@@ -363,11 +369,13 @@ def _join(works: Sequence[LocalWork]) -> LocalWork:
     )
 
 
-def _create_group(options: Any, _backend_options: Any) -> LocalProcessGroup:
-    assert _transport is not None, "use_transport has not been called"
+def create_group(options: Any, _backend_options: Any) -> LocalProcessGroup:
+    """Make this rank's end of a group, as c10d asks for it."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return LocalProcessGroup(_transport, options.store, ranks, options.group_rank, options.group_id)
+    return LocalProcessGroup(
+        get_transport(), options.store, ranks, options.group_rank, options.group_id
+    )
 
 
 if BACKEND.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(BACKEND, _create_group, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create_group, extended_api=True, devices=["cpu"])

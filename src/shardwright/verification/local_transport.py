@@ -48,7 +48,8 @@ class LocalTransport:
     def __init__(self, sockets: Mapping[int, socket.socket], *, timeout_seconds: float) -> None:
         """Take over the sockets, by the rank of the peer."""
         self._sockets = dict(sockets)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        """Limit of waiting for a peer."""
         self._received: dict[tuple[int, bytes, int, int], bytearray] = {}
         self._unparsed = {peer: bytearray() for peer in self._sockets}
         self._ended: set[int] = set()
@@ -88,16 +89,14 @@ class LocalTransport:
             PeerLost: the peer has ended, or does not send within the time limit.
         """
         key = (peer, *_encode_address(address))
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while key not in self._received:
                 if peer in self._ended:
                     raise PeerLost(f"rank {peer} has ended")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise PeerLost(
-                        f"no message from rank {peer} within {self._timeout_seconds:g} s"
-                    )
+                    raise PeerLost(f"no message from rank {peer} within {self.timeout_seconds:g} s")
                 self._read_or_wait(left)
             return self._received.pop(key)
 
@@ -154,10 +153,10 @@ class LocalTransport:
         del waiting[:start]
 
     def _receive_until_writable(self, peer: int) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         while not select.select([], [self._sockets[peer]], [], 0.0)[1]:
             if time.monotonic() > deadline:
-                raise PeerLost(f"rank {peer} took nothing for {self._timeout_seconds:g} s")
+                raise PeerLost(f"rank {peer} took nothing for {self.timeout_seconds:g} s")
             with self._changed:
                 self._read_or_wait(0.001)
 

@@ -1,1 +1,1 @@
-"""Runs over gloo whose communication is checked in the order in which NCCL would run it."""
+"""Runs whose communication is checked in the order in which NCCL would run it."""

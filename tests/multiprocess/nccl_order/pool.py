@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.verification import local_group
 from tests.multiprocess.nccl_order import process_group
 from tests.multiprocess.nccl_order.order import check_order
 from tests.multiprocess.nccl_order.process_group import BACKEND, OperationStuck, Record
@@ -21,8 +21,8 @@ class OrderedRankPool(RankPool):
     """
 
     def __init__(self, *, stuck_seconds: float = 20.0, timeout_seconds: float = 120.0) -> None:
-        """Build a pool in which operations are stuck after some seconds under gloo, too."""
-        super().__init__(timeout_seconds=timeout_seconds, backend="gloo")
+        """Build a pool in which operations without an answer are stuck after some seconds."""
+        super().__init__(timeout_seconds=timeout_seconds)
         self.stuck_seconds = stuck_seconds
 
     def run(
@@ -46,7 +46,7 @@ class OrderedRankPool(RankPool):
         stuck = [answer for answer, _ in answers if isinstance(answer, OperationStuck)]
         try:
             check_order([record for _, record in answers])
-            assert not stuck, f"stuck under gloo, but not in NCCL's order: {stuck[0]}"
+            assert not stuck, f"stuck, but not in NCCL's order: {stuck[0]}"
         except BaseException:
             self._stop(num_ranks)  # messages may be left in its groups
             raise
@@ -62,7 +62,7 @@ def call_in_order(
         Its result, or the error of an operation that is stuck; and the record.
     """
     if dist.get_backend() != BACKEND:
-        process_group.stuck_after = timedelta(seconds=stuck_seconds)
+        local_group.get_transport().timeout_seconds = stuck_seconds
         store = dist.distributed_c10d._get_default_store()
         rank = dist.get_rank()
         size = dist.get_world_size()

@@ -1,12 +1,12 @@
-"""Process group over gloo whose operations complete only when somebody waits for them.
+"""Process group over the verifier's whose operations complete only when somebody waits for them.
 
-Issuing an operation copies its inputs, starts gloo on the copies, fills its outputs with values
-that nobody may read yet, and returns: the host is never blocked. `wait` delivers the outputs. An
-input that has changed by then is an error, because NCCL may read it as late as that. Every
-operation and every wait is recorded; `order.check_order` then runs the records of all ranks under
-the model of NCCL. What gloo does in another order, or completes early, has no effect on the result:
-whether operations wait for each other depends on the order of the calls alone. Messages of a pair
-have no tags, as on NCCL, and tensors that NCCL refuses are refused (`rules`).
+Issuing an operation sends copies of its inputs, fills its outputs with values that nobody may read
+yet, and returns. `wait` delivers the outputs. An input that has changed by then is an error,
+because NCCL may read it as late as that. Every operation and every wait is recorded;
+`order.check_order` then runs the records of all ranks under the model of NCCL. What arrives in
+another order, or early, has no effect on the result: whether operations wait for each other depends
+on the order of the calls alone. Messages of a pair have no tags, as on NCCL, and tensors that NCCL
+refuses are refused (`rules`).
 
 Registered as the backend `nccl_order`.
 """
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.verification.local_group import LocalProcessGroup, create_group
+from shardwright.verification.local_transport import PeerLost
 from tests.multiprocess.nccl_order.rules import check_reduction, check_tensors
 
 BACKEND = "nccl_order"
@@ -65,11 +67,7 @@ class OrderError(RuntimeError):
 
 
 class OperationStuck(RuntimeError):
-    """An operation does not complete even under gloo, or its peer has given up."""
-
-
-stuck_after = timedelta(seconds=20)
-"""Time after which an operation is stuck; set before the groups are made."""
+    """An operation does not complete although nothing orders it, or its peer has given up."""
 
 
 class _Batch:
@@ -85,19 +83,17 @@ class OrderedWork(dist.Work):
     def __init__(
         self,
         position: int,
-        works: Sequence[dist.Work],
+        work: dist.Work,
         inputs: Sequence[tuple[Tensor, Tensor]],
         outputs: Sequence[tuple[Tensor, Tensor]],
-        finish: Callable[[list[Tensor]], None] | None,
     ) -> None:
-        """Remember the tensors, each with its copy; `finish` completes the outputs' copies."""
+        """Remember the tensors, each with its copy."""
         super().__init__()
         self.position = position
         self.is_delivered = False
-        self._works = works
+        self._work = work
         self._inputs = inputs
         self._outputs = outputs
-        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Deliver the outputs, once; every wait is recorded."""
@@ -105,16 +101,13 @@ class OrderedWork(dist.Work):
             self.is_delivered = True
             record.append(Wait(self.position))
             try:
-                for work in self._works:
-                    work.wait()
+                self._work.wait()
             except RuntimeError as error:
                 raise OperationStuck(str(error)) from error
             for tensor, copy in self._inputs:
                 if not torch.equal(_get_bytes(tensor), _get_bytes(copy)):
                     issue = record[self.position]
                     raise OrderError(f"an input changed before a wait for {issue}")
-            if self._finish is not None:
-                self._finish([copy for _, copy in self._outputs])
             for tensor, copy in self._outputs:
                 tensor.data.copy_(copy)  # `data`: autograd does not see what another rank writes
         return True
@@ -153,14 +146,14 @@ def _fill_unreadable(tensor: Tensor) -> None:
 class OrderedProcessGroup(dist.ProcessGroup):
     """Process group that records its operations and runs them on copies."""
 
-    def __init__(self, gloo: Any, ranks: tuple[int, ...], name: str) -> None:
-        """Wrap a gloo backend.
+    def __init__(self, local: LocalProcessGroup, ranks: tuple[int, ...], name: str) -> None:
+        """Wrap a group.
 
         Args:
             ranks: global ranks of the group.
         """
-        super().__init__(gloo.rank(), gloo.size())
-        self._gloo = gloo
+        super().__init__(local.rank(), local.size())
+        self._local = local
         self._ranks = ranks
         self._name = name
 
@@ -183,7 +176,6 @@ class OrderedProcessGroup(dist.ProcessGroup):
         *,
         peer: int | None = None,
         size: Sequence[Any] | None = None,
-        finish: Callable[[list[Tensor]], None] | None = None,
     ) -> OrderedWork:
         """Record an operation and start it on copies.
 
@@ -192,7 +184,6 @@ class OrderedProcessGroup(dist.ProcessGroup):
                 outputs only.
             peer: rank in the group.
             size: numbers that are the same on all ranks; default: those of all tensors.
-            finish: completes the copies of the outputs once gloo has completed.
         """
         check_tensors(kind, inputs if kind == "allgather" else (*inputs, *outputs))
         if size is None:
@@ -202,55 +193,49 @@ class OrderedProcessGroup(dist.ProcessGroup):
         is_separate = [tensor.untyped_storage().data_ptr() not in written for tensor in inputs]
         copied_inputs = [tensor.detach().clone() for tensor in inputs]
         copied_outputs = [tensor.detach().clone() for tensor in outputs]
-        works = start(copied_inputs, copied_outputs)
-        for tensor in outputs:
-            _fill_unreadable(tensor)
         if not _Batch.is_open:
             _Batch.number += 1
         peer_rank = None if peer is None else self._ranks[peer]
         record.append(
             Issue(_Batch.number, self._name, self._ranks, kind, peer_rank, tuple(map(str, size)))
         )
+        position = len(record) - 1
+        try:
+            work = start(copied_inputs, copied_outputs)
+        except PeerLost as error:
+            raise OperationStuck(str(error)) from error
+        for tensor in outputs:
+            _fill_unreadable(tensor)
         return OrderedWork(
-            len(record) - 1,
-            works if isinstance(works, list) else [works],
+            position,
+            work,
             list(compress(zip(inputs, copied_inputs, strict=True), is_separate)),
             list(zip(outputs, copied_outputs, strict=True)),
-            finish,
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> OrderedWork:
         """Send a tensor; NCCL knows no tags."""
         return self._issue(
-            "send", tensors, [], lambda sent, _: self._gloo.send(sent, dst, 0), peer=dst
+            "send", tensors, [], lambda sent, _: self._local.send(sent, dst, 0), peer=dst
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> OrderedWork:
         """Receive a tensor; NCCL knows no tags."""
         return self._issue(
-            "recv", [], tensors, lambda _, received: self._gloo.recv(received, src, 0), peer=src
+            "recv", [], tensors, lambda _, received: self._local.recv(received, src, 0), peer=src
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> OrderedWork:
-        """Reduce a tensor in place."""
-        options = dist.AllreduceOptions() if opts is None else opts
-        check_reduction("allreduce", tensors, options)
-        return self._issue(
-            "allreduce", [], tensors, lambda _, reduced: self._gloo.allreduce(reduced, options)
-        )
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> OrderedWork:
         """Reduce tensors in place."""
-        options = dist.AllreduceOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
-        check_reduction("allreduce", tensors, options)
+        check_reduction("allreduce", tensors, opts)
         return self._issue(
             "allreduce",
             [],
             tensors,
-            lambda _, reduced: [self._gloo.allreduce([each], options) for each in reduced],
+            lambda _, reduced: self._local.allreduce_coalesced(reduced, opts),
         )
+
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> OrderedWork:
         """Copy the root's tensor to all ranks."""
@@ -258,13 +243,13 @@ class OrderedProcessGroup(dist.ProcessGroup):
             "broadcast",
             [],
             tensors,
-            lambda _, copies: self._gloo.broadcast(copies, opts),
+            lambda _, copies: self._local.broadcast(copies, opts),
             peer=opts.rootRank,
         )
 
     def barrier(self, opts: Any = None) -> OrderedWork:
         """Wait until all ranks come here; NCCL sums a number."""
-        return self._issue("barrier", [], [], lambda *_: self._gloo.barrier())
+        return self._issue("barrier", [], [], lambda *_: self._local.barrier())
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -274,7 +259,7 @@ class OrderedProcessGroup(dist.ProcessGroup):
             "allgather",
             inputs,
             outputs[0],
-            lambda sent, gathered: self._gloo.allgather([gathered], sent),
+            lambda sent, gathered: self._local.allgather([gathered], sent),
         )
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> OrderedWork:
@@ -283,30 +268,19 @@ class OrderedProcessGroup(dist.ProcessGroup):
             "all_gather_single",
             [source],
             [output],
-            lambda sent, gathered: self._gloo.allgather(
-                [list(gathered[0].view(-1).chunk(self.size()))], [sent[0].reshape(-1)]
-            ),
+            lambda sent, gathered: self._local.all_gather_single(gathered[0], sent[0]),
         )
 
     def reduce_scatter_single(
         self, output: Tensor, source: Tensor, opts: Any = None
     ) -> OrderedWork:
         """Reduce and keep this rank's part."""
-        options = dist.AllreduceOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
-        check_reduction("reduce_scatter", [source], options)
-        whole = source.detach().clone()
-
-        def keep_part(parts: list[Tensor]) -> None:
-            parts[0].view(-1).copy_(whole.view(-1).chunk(self.size())[self.rank()])
-
+        check_reduction("reduce_scatter", [source], opts)
         return self._issue(
             "reduce_scatter_single",
             [source],
             [output],
-            lambda *_: self._gloo.allreduce([whole], options),
-            finish=keep_part,
+            lambda sent, kept: self._local.reduce_scatter_single(kept[0], sent[0], opts),
         )
 
     def all_to_all_single(
@@ -322,8 +296,8 @@ class OrderedProcessGroup(dist.ProcessGroup):
             "all_to_all_single",
             [source],
             [output],
-            lambda sent, received: self._gloo.alltoall_base(
-                received[0], sent[0], output_sizes, input_sizes, dist.AllToAllOptions()
+            lambda sent, received: self._local.all_to_all_single(
+                received[0], sent[0], output_sizes, input_sizes
             ),
             size=[source.dtype],
         )
@@ -334,15 +308,12 @@ class OrderedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def shutdown(self) -> None:
-        """Leave gloo's connections to its own destructor."""
+        """Leave the connections to the transport, which other groups share."""
 
 
-def _create_group(options: Any, _backend_options: Any) -> OrderedProcessGroup:
-    gloo = dist.ProcessGroupGloo(
-        options.store, options.group_rank, options.group_size, timeout=stuck_after
-    )
+def _create_group(options: Any, backend_options: Any) -> OrderedProcessGroup:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return OrderedProcessGroup(gloo, ranks, options.group_id)
+    return OrderedProcessGroup(create_group(options, backend_options), ranks, options.group_id)
 
 
 if BACKEND.upper() not in dist.Backend._plugins:
