@@ -68,7 +68,7 @@ def download_with_boto3(name: str, tensors: Mapping[str, Any], data: bytes) -> N
     client, settings = get_boto3()
     received = io.BytesIO()
     client.download_fileobj(BUCKET, f"boto3/{dist.get_rank()}", received, Config=settings)
-    assert received.tell() == len(data)
+    assert received.getbuffer().nbytes == len(data)
 
 
 def load(name: str, tensors: Mapping[str, Any], data: bytes) -> None:

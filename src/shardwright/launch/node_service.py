@@ -81,7 +81,6 @@ def serve(
             "num_slots": num_ranks,
         }
         _introduce(connection, source, place, hello)
-        detect_loss_soon(connection)
         with _NodeService(connection, source) as service:
             if services is not None:
                 services.append(service)
@@ -111,6 +110,7 @@ def _introduce(
         send_message(connection, hello)
         answer = receive_message(source) or {}
         connection.settimeout(None)
+        detect_loss_soon(connection)
     except (OSError, ValueError) as error:
         raise RunFailed(
             f"{launcher} gives no valid answer: {error}. Perhaps another program uses this port"
@@ -186,6 +186,8 @@ class _NodeService:
     def __exit__(self, *_: object) -> None:
         end_processes(list(self._processes.values()), _EXIT_SECONDS)
         self._stack.close()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
 
     def _read(self, source: BinaryIO) -> None:
         with suppress(OSError, ValueError):

@@ -335,8 +335,9 @@ def test_outcomes_of_a_node_are_those_of_its_generation_with_the_times_of_their_
 @contextmanager
 def serve(answer: bytes | None, kind: type[Exception], match: str) -> Iterator[Peer]:
     """Run the service of a node whose launcher is the test; it ends with an error."""
-    near, far = socket.socketpair()
-    peer = Peer(far)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        peer = Peer(listener.accept()[0])
     if answer is not None:
         peer.send(answer)
     errors = list[BaseException]()
