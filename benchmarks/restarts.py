@@ -86,7 +86,7 @@ def measure_restarts(
     try:
         run = folder / "run"
         with (folder / "errors").open("w") as errors:
-            launcher = _start_run(folder, num_kills, errors, elastic, save_every_steps)
+            launcher = start_run(folder, num_kills, errors, elastic, save_every_steps)
             try:
                 recovery_seconds = _kill_ranks(launcher, run, folder, num_kills, interval_seconds)
             finally:
@@ -116,13 +116,14 @@ def _count_lost_steps(steps: Sequence[StepEvent]) -> int:
     return lost
 
 
-def _start_run(
+def start_run(
     folder: Path,
     num_kills: int,
     errors: object,
     elastic: dict[str, Any],
     save_every_steps: int,
 ) -> subprocess.Popen[bytes]:
+    """Start the command that trains; `errors` is a file for what it writes to standard error."""
     (folder / "corpus.txt").write_text(
         "".join(f"{a} + {b} = {a + b}\n" for a, b in itertools.product(range(200), range(200)))
     )
@@ -151,7 +152,7 @@ def _kill_ranks(
 ) -> list[float]:
     """Kill a rank at each interval; return the seconds to the next step after each."""
     generator = random.Random(0)
-    _wait_for_step(launcher, run, since_seconds=0.0)
+    wait_for_step(launcher, run, since_seconds=0.0)
     recovery_seconds = []
     for _ in range(num_kills):
         time.sleep(interval_seconds)
@@ -161,13 +162,13 @@ def _kill_ranks(
         assert len(files) == 1, files
         killed_at = time.time()
         os.kill(int(files[0].read_text()), signal.SIGKILL)
-        ended_at = _wait_for_step(launcher, run, since_seconds=killed_at)
+        ended_at = wait_for_step(launcher, run, since_seconds=killed_at)
         recovery_seconds.append(ended_at - killed_at)
     time.sleep(interval_seconds)
     return recovery_seconds
 
 
-def _wait_for_step(launcher: subprocess.Popen[bytes], run: Path, *, since_seconds: float) -> float:
+def wait_for_step(launcher: subprocess.Popen[bytes], run: Path, *, since_seconds: float) -> float:
     """Wait for a step of a generation that started after a time; return the time of its end."""
     deadline = time.monotonic() + _MAX_WAIT_SECONDS
     while time.monotonic() < deadline:

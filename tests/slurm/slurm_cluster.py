@@ -213,6 +213,7 @@ class SlurmCluster:
         lines += [
             f"PartitionName=cpu Nodes={','.join(CPU_NODES)} Default=YES MaxTime=INFINITE State=UP",
             f"PartitionName=gpu Nodes={','.join(GPU_NODES)} MaxTime=INFINITE State=UP",
+            "PartitionName=all Nodes=ALL MaxTime=INFINITE State=UP",
         ]
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(gpus) + "\n")
@@ -225,7 +226,8 @@ class SlurmCluster:
 
     def _count_idle_nodes(self) -> int:
         try:
-            return self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").count("\n")
+            # A node is listed once for each of its partitions.
+            return len(set(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()))
         except RuntimeError:
             return 0  # the controller does not answer yet
 

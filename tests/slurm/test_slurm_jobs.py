@@ -17,6 +17,7 @@ from shardwright.errors import ExitCode
 from shardwright.telemetry.event_log import (
     CheckpointEvent,
     ResumeEvent,
+    RunStartedEvent,
     read_events,
     select_surviving_steps,
 )
@@ -231,6 +232,47 @@ def test_a_killed_node_restarts_the_job(
     state = slow_submitter.finish(job)
     assert (state.state, state.restarts) == ("COMPLETED", 1), slow_submitter.read_log(job)
     slow_submitter.assert_same_end(undisturbed)
+
+
+WARM = (
+    *("--set", "elastic.warm_restarts=true", "--set", "elastic.peer_copies=1"),
+    *("--set", "elastic.node_wait_seconds=1", "--set", "elastic.max_restarts=3"),
+)
+
+
+def test_a_spare_node_takes_the_rank_of_a_killed_one(
+    submitter: Submitter, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """The job is not requeued, and the run continues from memory."""
+    words = ("--nodes", "3", "--gpus-per-node", "0", "--partition", "all")
+    job = submitter.submit(*words, *WARM, "--set", "elastic.spare_nodes=1")
+    submitter.wait_for_checkpoint(job)
+    submitter.cluster.kill_node("cpu1")
+    try:
+        state = submitter.finish(job)
+    finally:
+        submitter.cluster.start_daemon("cpu1")
+    assert (state.state, state.restarts) == ("COMPLETED", 0), submitter.read_log(job)
+    (resume,) = read_events(submitter.run).filter_by_type(ResumeEvent)
+    assert (resume.source, resume.steps_lost in (0, 1)) == ("memory", True)
+    submitter.assert_same_end(undisturbed)
+
+
+def test_a_job_continues_on_the_nodes_that_are_left(submitter: Submitter) -> None:
+    words = (*TWO_NODES, *WARM, "--set", "elastic.min_ranks=1")
+    job = submitter.submit(*words)
+    submitter.wait_for_checkpoint(job)
+    submitter.cluster.kill_node("cpu1")
+    try:
+        state = submitter.finish(job)
+    finally:
+        submitter.cluster.start_daemon("cpu1")
+    assert (state.state, state.restarts) == ("COMPLETED", 0), submitter.read_log(job)
+    events = read_events(submitter.run)
+    assert [start.world_size for start in events.filter_by_type(RunStartedEvent)] == [2, 1]
+    assert [resume.source for resume in events.filter_by_type(ResumeEvent)] == ["memory"]
+    steps = [step.step for step in select_surviving_steps(events)]
+    assert steps == list(range(1, STEPS + 1))
 
 
 def test_a_job_ends_after_its_last_restart(slow_submitter: Submitter) -> None:

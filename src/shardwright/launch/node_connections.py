@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import json
 import logging
 import socket
 import sys
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import InputError, RankFailed
@@ -27,6 +26,7 @@ from shardwright.launch.nodes import (
     RemoteNode,
     RunNode,
     detect_loss_soon,
+    receive_message,
     send_message,
 )
 from shardwright.launch.rank_outcome import get_exit_code
@@ -38,6 +38,9 @@ _LATE_SECONDS = 10.0
 """Seconds that nodes which are not needed, or not any more, have to connect at the start."""
 _SILENT_SECONDS = 10.0
 """Seconds after which the launcher says that it waits for nodes."""
+_MAX_HELLO_BYTES = 10_000
+_MAX_UNKNOWN = 64
+"""Connections beyond one per node that may be open before they have shown the token."""
 _POLL_SECONDS = 0.02
 
 
@@ -67,6 +70,10 @@ class Nodes:
         self._is_complete = False
         self._remote: list[RemoteNode] = []
         self._greeting = threading.Lock()
+        self._unknown: list[socket.socket] = []
+        """Connections that have not shown the token yet, the oldest first."""
+        self._ending: dict[str, Any] | None = None
+        """Message that ends the nodes."""
         self._listener: socket.socket | None = None
         if place is not None and self._num_others:
             assert place.token  # an empty one would accept everybody
@@ -95,8 +102,10 @@ class Nodes:
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
         text = "" if error is None else str(error)
-        for node in self._remote:
-            node.send({"finish": int(get_exit_code(error)), "text": text})
+        with self._greeting:
+            self._ending = {"finish": int(get_exit_code(error)), "text": text}
+            for node in self._remote:
+                node.send(self._ending)
 
     @property
     def has_several(self) -> bool:
@@ -169,48 +178,81 @@ class Nodes:
                     return  # the run has ended
                 time.sleep(_POLL_SECONDS)  # no free file descriptor, or the other side is gone
                 continue
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            self._unknown.append(connection)
+            if len(self._unknown) > self._num_others + _MAX_UNKNOWN:
+                # Anybody can open connections; a node sends its token at once.
+                with suppress(OSError):
+                    self._unknown.pop(0).shutdown(socket.SHUT_RDWR)  # wakes its thread
+            try:
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except RuntimeError as error:  # no more threads
+                logger.warning("a connection to the launcher was closed: %s", error)
+                self._forget(connection)
+                connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        with suppress(ValueError):
+            self._unknown.remove(connection)
 
     def _greet(self, connection: socket.socket) -> None:
         """Take in a node, or refuse it. A connection of anything else is closed."""
         connection.settimeout(LOSS_SECONDS)
         source = connection.makefile("rb")
         try:
-            hello = json.loads(source.readline(10_000))
-            with self._greeting:
-                self._answer(hello, connection, source)
-        except (OSError, ValueError, AttributeError):
-            connection.close()
+            hello = receive_message(source, _MAX_HELLO_BYTES)
+            if hello is not None:
+                refusal = self._find_refusal(hello) or self._take_in(hello, connection, source)
+                if refusal is None:
+                    return
+                send_message(connection, {"refused": refusal})
+        except (OSError, ValueError):
+            pass
+        finally:
+            self._forget(connection)
+        connection.close()
 
-    def _answer(self, hello: dict[str, Any], connection: socket.socket, source: Any) -> None:
-        if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
-            send_message(connection, {"refused": f"its {NODE_TOKEN_VARIABLE} differs"})
-            connection.close()
-            return
+    def _find_refusal(self, hello: dict[str, Any]) -> str | None:
+        """Return why this is no node of the run; None if it is one."""
+        token = str(hello.get("token")).encode(errors="surrogatepass")
+        if not hmac.compare_digest(token, self._token.encode(errors="surrogatepass")):
+            return f"its {NODE_TOKEN_VARIABLE} differs"
         expected = {"version": __version__, "run": self._run, "num_slots": self.local.num_slots}
-        index = hello.get("index")
-        name = hello.get("name")
         reasons = [
             f"{key} {hello.get(key)!r}, not {value!r}"
             for key, value in expected.items()
             if hello.get(key) != value
         ]
-        former = [node for node in self._remote if node.index == index and not node.is_lost]
-        if not isinstance(index, int) or not isinstance(name, str):
+        index = hello.get("index")
+        if not isinstance(index, int) or not isinstance(hello.get("name"), str):
             reasons.append("its name or number is missing")
         elif not 1 <= index <= self._num_others:
             reasons.append(f"RANK {index} of {self._num_others + 1} nodes")
-        elif any(node.name != name for node in former):
-            reasons.append(f"its RANK {index} is taken by {former[0].name}")
-        if reasons:
-            send_message(connection, {"refused": ", ".join(reasons)})
-            connection.close()
-            return
-        for node in former:  # it has come back before its loss was noticed
-            node.disconnect()
-        detect_loss_soon(connection)
-        send_message(connection, {"accepted": True})
-        assert isinstance(index, int)
-        assert isinstance(name, str)
-        node = RemoteNode(index, name, self.local.num_slots, connection, source)
-        self._remote.append(node)
+        return ", ".join(reasons) or None
+
+    def _take_in(
+        self, hello: dict[str, Any], connection: socket.socket, source: BinaryIO
+    ) -> str | None:
+        """Take in a node of the run. Return why not, if another one has its place and is alive.
+
+        The loss of a node without network is noticed after `LOSS_SECONDS`, and the one that
+        replaces it may be here before.
+        """
+        self._forget(connection)
+        index, name = hello["index"], hello["name"]
+        began = time.monotonic()
+        while (former := self._find(index)) and former.heard_at_seconds < began:
+            time.sleep(_POLL_SECONDS)
+        with self._greeting:
+            if former := self._find(index):
+                return f"its RANK {index} is taken by {former.name}, which still answers"
+            detect_loss_soon(connection)
+            send_message(connection, {"accepted": True})
+            node = RemoteNode(index, name, self.local.num_slots, connection, source)
+            self._remote.append(node)
+            if self._ending is not None:
+                node.send(self._ending)
+        return None
+
+    def _find(self, index: int) -> RemoteNode | None:
+        """Return the node that has a place; None if it is free."""
+        return next((n for n in self._remote if n.index == index and not n.is_lost), None)

@@ -7,7 +7,6 @@ the launcher, and leaves no process behind. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -19,16 +18,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwright.errors import ExitCode, InputError, Preempted, RunFailed, ShardwrightError
 from shardwright.launch.node_place import NodePlace
 from shardwright.launch.nodes import (
     FIRST_WAIT_SECONDS,
+    LOSS_SECONDS,
     LocalNode,
     LocalProcess,
     detect_loss_soon,
     end_processes,
+    receive_message,
     send_message,
 )
 from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE, request_stop
@@ -42,6 +43,8 @@ _ALIVE_SECONDS = 2.0
 """Seconds between messages without content: the system answers for a stopped process too."""
 _EXIT_SECONDS = 5.0
 _CONNECT_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0 * LOSS_SECONDS
+"""Seconds that the launcher has to answer; it first waits for the loss of a former node."""
 _LOST_LAUNCHER = {"finish": int(ExitCode.RUN_FAILED), "text": "the launcher on node 0 was lost"}
 
 
@@ -77,23 +80,48 @@ def serve(
             "name": socket.gethostname(),
             "num_slots": num_ranks,
         }
-        send_message(connection, hello)
-        answer = json.loads(source.readline() or b'{"refused": "it has ended"}')
-        if "refused" in answer:
-            raise InputError(
-                f"the launcher at {place.address}:{place.port} refuses this node: "
-                f"{answer['refused']}",
-                field="--nproc",
-                remedy="Start the same command on every node",
-            )
-        detect_loss_soon(connection)
+        _introduce(connection, source, place, hello)
         with _NodeService(connection, source) as service:
             if services is not None:
                 services.append(service)
-            ending = service.run()
+            try:
+                ending = service.run()
+            except OSError as error:
+                raise RunFailed(
+                    f"this node could not go on, and counts as lost: {error}"
+                ) from error
     error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
     if error is not None:
         raise error
+
+
+def _introduce(
+    connection: socket.socket, source: BinaryIO, place: NodePlace, hello: dict[str, Any]
+) -> None:
+    """Introduce this node to the launcher.
+
+    Raises:
+        InputError: The launcher refuses this node.
+        RunFailed: No launcher answers.
+    """
+    launcher = f"the launcher at {place.address}:{place.port}"
+    connection.settimeout(_ANSWER_SECONDS)
+    try:
+        send_message(connection, hello)
+        answer = receive_message(source) or {}
+        connection.settimeout(None)
+        detect_loss_soon(connection)
+    except (OSError, ValueError) as error:
+        raise RunFailed(
+            f"{launcher} gives no valid answer: {error}. Perhaps another program uses this port"
+        ) from error
+    if "refused" in answer:
+        raise InputError(
+            f"{launcher} refuses this node: {answer['refused']}",
+            remedy="Start the same command once on every node, with the variables of the job",
+        )
+    if "accepted" not in answer:
+        raise RunFailed(f"{launcher} has closed the connection: it has ended, or is overloaded")
 
 
 def connect(place: NodePlace) -> socket.socket:
@@ -134,6 +162,10 @@ class _Generation:
     """Names of the files that the launcher has; `diagnosis` once it has that."""
 
 
+class _LauncherLost(Exception):
+    """A message could not be sent."""
+
+
 class _NodeService:
     """Processes of this node. Leave its context to end them."""
 
@@ -154,11 +186,13 @@ class _NodeService:
     def __exit__(self, *_: object) -> None:
         end_processes(list(self._processes.values()), _EXIT_SECONDS)
         self._stack.close()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
 
-    def _read(self, source: Any) -> None:
+    def _read(self, source: BinaryIO) -> None:
         with suppress(OSError, ValueError):
-            for line in source:
-                self._messages.put(json.loads(line))
+            while (message := receive_message(source)) is not None:
+                self._messages.put(message)
         self._messages.put(_LOST_LAUNCHER)
 
     def run(self) -> dict[str, Any]:
@@ -171,7 +205,7 @@ class _NodeService:
                 self._follow(message)
             try:
                 self._report()
-            except OSError:
+            except _LauncherLost:
                 return _LOST_LAUNCHER
 
     def request_stop(self, number: int) -> None:
@@ -221,6 +255,12 @@ class _NodeService:
                 message["log"] = str(control / Path(message["log"]).name)
         process.send(message)
 
+    def _send_to_launcher(self, **content: Any) -> None:
+        try:
+            send_message(self._connection, content)
+        except OSError as error:
+            raise _LauncherLost from error
+
     def _report(self) -> None:
         """Send what is new: outcomes, processes that wait or have ended, progress, a hang.
 
@@ -229,7 +269,7 @@ class _NodeService:
         now = time.monotonic()
         if now > self._next_alive_seconds:
             self._next_alive_seconds = now + _ALIVE_SECONDS
-            send_message(self._connection, {"alive": True})
+            self._send_to_launcher(alive=True)
         ended = {
             number: status
             for number, process in self._processes.items()
@@ -238,12 +278,12 @@ class _NodeService:
         if self._generation is not None:
             self._report_generation(self._generation)
         for number, status in ended.items():
-            send_message(self._connection, {"ended": number, "status": status})
+            self._send_to_launcher(ended=number, status=status)
             self._processes.pop(number).close_input()
 
     def _report_generation(self, generation: _Generation) -> None:
         def send(**content: Any) -> None:
-            send_message(self._connection, {"generation": generation.number, **content})
+            self._send_to_launcher(generation=generation.number, **content)
 
         new = {
             name

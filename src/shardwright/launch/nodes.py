@@ -16,11 +16,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwright.errors import ExitCode
+from shardwright.launch.rank_outcome import RankOutcome
 from shardwright.watchdog.monitor import read_heartbeats
 
 logger = logging.getLogger("shardwright")
@@ -33,6 +35,8 @@ LOSS_SECONDS = 15
 """Seconds without an answer of the other machine, or without a message of a node's service, after
 which it counts as lost."""
 _POLL_SECONDS = 0.02
+_MAX_MESSAGE_BYTES = 16 * 1024**2
+"""More than a recipe, or the errors of a rank, ever have."""
 _MIRRORED_FILE = re.compile(r"rank-\d+\.(json|idle)")
 
 
@@ -188,6 +192,8 @@ class RemoteNode(RunNode):
         self.num_slots = num_slots
         self.statuses: dict[int, int] = {}
         """Exit status by number of the process."""
+        self.heard_at_seconds = 0.0
+        """Monotonic time of its last message."""
         self._connection = connection
         self._control: Path | None = None
         self._num_started = 0
@@ -232,18 +238,25 @@ class RemoteNode(RunNode):
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _read(self, source: Any) -> None:
+    def _read(self, source: BinaryIO) -> None:
         try:
             # A node that is silent for `LOSS_SECONDS` is a TimeoutError.
-            with suppress(OSError, ValueError), self._connection, source:
-                for line in source:
-                    self._handle(json.loads(line))
+            with suppress(OSError), self._connection, source:
+                while (message := receive_message(source)) is not None:
+                    self.heard_at_seconds = time.monotonic()
+                    self._handle(message)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning(
+                "node %s counts as lost: it sent a message that cannot be read (%s)",
+                self.name,
+                error,
+            )
         finally:
             self.is_lost = True
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "ended" in message:
-            self.statuses[message["ended"]] = message["status"]
+            self.statuses[message["ended"]] = int(message["status"])
         elif "generation" not in message or message["generation"] != self._generation:
             return
         elif "progress" in message:
@@ -255,7 +268,8 @@ class RemoteNode(RunNode):
             text = message["text"]
             if path.suffix == ".json":
                 # Times of different nodes are not comparable: their clocks differ.
-                text = json.dumps(json.loads(text) | {"at_seconds": time.time()})
+                outcome = replace(RankOutcome(**json.loads(text)), at_seconds=time.time())
+                text = json.dumps(asdict(outcome))
             partial = path.with_suffix(".partial")
             with suppress(OSError):  # the generation has ended
                 partial.write_text(text)
@@ -265,6 +279,29 @@ class RemoteNode(RunNode):
 def send_message(connection: socket.socket, message: Mapping[str, object]) -> None:
     """Send a line of JSON."""
     connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive_message(source: BinaryIO, max_bytes: int = _MAX_MESSAGE_BYTES) -> dict[str, Any] | None:
+    """Receive a message of the other side; None at its end.
+
+    Raises:
+        OSError: The connection failed, or ended within a message.
+        ValueError: This is no message.
+    """
+    line = source.readline(max_bytes)
+    if not line:
+        return None
+    if not line.endswith(b"\n"):
+        if len(line) < max_bytes:
+            raise ConnectionError("the connection ended within a message")
+        raise ValueError(f"longer than {max_bytes} bytes")
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("not a JSON object")
+    return message
 
 
 def detect_loss_soon(connection: socket.socket) -> None:
