@@ -18,6 +18,7 @@ from shardwright.checkpoint.manifest import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
     Manifest,
+    name_shard_file,
     read_manifest,
 )
 from shardwright.checkpoint.storage_path import (
@@ -205,13 +206,19 @@ def verify_checkpoint(
 
 
 def assign_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank hashes: each once, with balanced bytes."""
+    """Return the files that a rank hashes: each once, with balanced bytes.
+
+    A rank hashes the file that the same rank wrote. Under the same layout it loads from that file,
+    which it then has in memory.
+    """
+    owners = {name_shard_file(owner): owner for owner in range(world_size)}
     loads = [0] * world_size
     names = []
     for name, file in sorted(
-        manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0])
+        manifest.files.items(),
+        key=lambda item: (item[0] not in owners, -item[1].size_bytes, item[0]),
     ):
-        assigned_rank = loads.index(min(loads))
+        assigned_rank = owners.get(name, loads.index(min(loads)))
         loads[assigned_rank] += file.size_bytes
         if assigned_rank == rank:
             names.append(name)

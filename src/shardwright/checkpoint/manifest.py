@@ -48,6 +48,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+def name_shard_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"shard-{rank:05d}.safetensors"
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """Size in bytes and SHA-256 of one file."""

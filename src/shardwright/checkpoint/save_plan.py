@@ -22,7 +22,13 @@ from shardwright.checkpoint.local_tensors import (
     ParameterShard,
     describe_local_tensor,
 )
-from shardwright.checkpoint.manifest import DTYPE_BYTES, StoredSlice, TensorEntry, encode_values
+from shardwright.checkpoint.manifest import (
+    DTYPE_BYTES,
+    StoredSlice,
+    TensorEntry,
+    encode_values,
+    name_shard_file,
+)
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.errors import SaveFailed, ShardwrightError
 
@@ -220,11 +226,6 @@ def _assign_writers(
         ]
         entries[name] = TensorEntry(dtype, shape, tuple(slices))
     return entries, takers
-
-
-def name_shard_file(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"shard-{rank:05d}.safetensors"
 
 
 def describe_error(error: BaseException) -> str:

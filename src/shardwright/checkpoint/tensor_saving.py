@@ -19,13 +19,18 @@ from shardwright.checkpoint.direct_io import create_hashed_file
 from shardwright.checkpoint.disk import Disk, write_file
 from shardwright.checkpoint.header import build_header
 from shardwright.checkpoint.local_tensors import ParameterShard, iterate_blocks
-from shardwright.checkpoint.manifest import VALUES_NAME, Manifest, StoredFile, encode_values
+from shardwright.checkpoint.manifest import (
+    VALUES_NAME,
+    Manifest,
+    StoredFile,
+    encode_values,
+    name_shard_file,
+)
 from shardwright.checkpoint.object_store import get_disk
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.save_plan import (
     SavePlan,
     describe_error,
-    name_shard_file,
     plan_save,
     require_no_faults,
 )

@@ -86,11 +86,15 @@ def serve(
                 services.append(service)
             try:
                 ending = service.run()
-            except OSError as error:
+                error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
+            except OSError as failure:
                 raise RunFailed(
-                    f"this node could not go on, and counts as lost: {error}"
-                ) from error
-    error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
+                    f"this node could not go on, and counts as lost: {failure}"
+                ) from failure
+            except (KeyError, TypeError, ValueError) as failure:
+                raise RunFailed(
+                    f"the launcher on node 0 sent a message that cannot be read: {failure!r}"
+                ) from failure
     if error is not None:
         raise error
 

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.integrity import verify_checkpoint
+from shardwright.checkpoint.integrity import assign_files, verify_checkpoint
 from shardwright.checkpoint.manifest import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
+    Manifest,
+    StoredFile,
     parse_manifest,
     read_manifest,
 )
@@ -31,6 +33,25 @@ from shardwright.errors import CheckpointError
 from tests.unit.checkpoint.conftest import make_tensors
 
 SHARD = "shard-00000.safetensors"
+
+
+def test_a_rank_hashes_the_file_that_it_wrote() -> None:
+    """Then a resumed run under the same layout fetches each object once from an object store."""
+    sizes = {
+        SHARD: 10,
+        "shard-00001.safetensors": 11,
+        "shard-00002.safetensors": 40,
+        "values.json": 3,
+    }
+    files = {name: StoredFile(size, "") for name, size in sizes.items()}
+    manifest = Manifest(1, 3, files, {})
+    assigned = [assign_files(manifest, rank, 3) for rank in range(3)]
+    assert assigned == [[SHARD, "values.json"], *([name] for name in list(sizes)[1:3])]
+    assigned = [assign_files(manifest, rank, 2) for rank in range(2)]
+    assert assigned == [
+        [SHARD, "shard-00002.safetensors"],
+        ["shard-00001.safetensors", "values.json"],
+    ]
 
 
 def rewrite_manifest(folder: Path, change: Callable[[Any], Any]) -> None:

@@ -402,6 +402,16 @@ def test_a_node_ends_after_a_malformed_message_of_the_launcher(message: bytes) -
         launcher.send(message)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [{"generation": 1}, {"send": [], "message": {}}, {"finish": 3}],
+)
+def test_a_node_names_a_message_without_its_parts(message: dict[str, Any]) -> None:
+    text = "the launcher on node 0 sent a message that cannot be read"
+    with serve(b'{"accepted": true}\n', RunFailed, text) as launcher:
+        launcher.send(message)
+
+
 def test_a_node_that_cannot_go_on_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the launcher that was lost."""
     monkeypatch.setattr(node_service.tempfile, "tempdir", str(tmp_path / "absent"))
