@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.config.data import DataSection
-from shardwright.data.sources import BrokenRecord, SourceFile, TextPiece, read_files
+from shardwright.data.sources.source_reader import BrokenRecord, SourceFile, TextPiece, read_files
 from shardwright.errors import DataError
 
 Side = Literal["train", "validation"]

@@ -17,9 +17,9 @@ from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.records.chat_template import ChatTemplate
 from shardwright.data.records.record_formats import RECORD_KINDS
 from shardwright.data.scheduled_mixture import ScheduledMixture
-from shardwright.data.sources import SourceFile
-from shardwright.data.token_store import TokenCounts, TokenStore
-from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
+from shardwright.data.sources.source_reader import SourceFile
+from shardwright.data.tokens.token_store import TokenCounts, TokenStore
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

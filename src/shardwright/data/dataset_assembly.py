@@ -17,7 +17,7 @@ from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.data.records.preference_pairs import pack_pairs
 from shardwright.data.scheduled_mixture import ScheduledMixture, build_weight_schedule
-from shardwright.data.token_store import TokenStore
+from shardwright.data.tokens.token_store import TokenStore
 from shardwright.errors import DataError
 
 PackingKind = Literal["windows", "documents", "none", "pairs"]

@@ -25,17 +25,17 @@ from shardwright.data.data_report import (
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback, SourceFiles
+from shardwright.data.sources.source_files import ProgressCallback, SourceFiles
 from shardwright.data.streaming.streamed_preparation import is_indexed, prepare_streamed_data
-from shardwright.data.token_store import TokenStore, open_tokens
-from shardwright.data.tokenisation import (
+from shardwright.data.tokens.token_store import TokenStore, open_tokens
+from shardwright.data.tokens.tokenisation import (
     compute_tokens_key,
     load_given_tokenizer,
     load_template,
     tokenise_sources,
 )
-from shardwright.data.tokenizer import FastTokenizer
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.tokens.tokenizer import FastTokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 
 
 def prepare_data(

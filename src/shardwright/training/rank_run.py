@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.fence import GenerationFence, acquire_fence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
-from shardwright.data.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import GenerationEnded, InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda

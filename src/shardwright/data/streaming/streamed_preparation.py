@@ -38,13 +38,12 @@ from shardwright.data.data_report import (
 )
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
-from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.record_formats import RecordSchema
 from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.scheduled_mixture import build_weight_schedule, describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback, SourceFiles
-from shardwright.data.sources import (
+from shardwright.data.sources.source_files import ProgressCallback, SourceFiles
+from shardwright.data.sources.source_reader import (
     SourceFile,
     detect_schemas,
     read_first_rows,
@@ -54,9 +53,10 @@ from shardwright.data.streaming.shard_index import ShardIndex
 from shardwright.data.streaming.shard_listing import SourceShard, list_shards
 from shardwright.data.streaming.shard_tokens import ShardBuilder, describe_settings
 from shardwright.data.streaming.streamed_training import open_streamed_training
-from shardwright.data.token_store import TokenCounts, open_tokens, write_tokens
-from shardwright.data.tokenisation import CACHE_VERSION, load_given_tokenizer, load_template
-from shardwright.data.tokenizer import FastTokenizer
+from shardwright.data.tokens.encoding_workers import encode_in_order
+from shardwright.data.tokens.token_store import TokenCounts, open_tokens, write_tokens
+from shardwright.data.tokens.tokenisation import CACHE_VERSION, load_given_tokenizer, load_template
+from shardwright.data.tokens.tokenizer import FastTokenizer
 from shardwright.errors import DataError, TokenizerError
 
 _STATISTICS_FILE = "records.json"

@@ -23,7 +23,7 @@ from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback
+from shardwright.data.sources.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import (
     choose_compilation_here,

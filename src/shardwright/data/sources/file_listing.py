@@ -25,7 +25,7 @@ from shardwright.data.records.sample_archives import (
 )
 from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
 from shardwright.data.records.token_files import find_missing_files
-from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
+from shardwright.data.sources.source_reader import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
 
