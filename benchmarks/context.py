@@ -35,7 +35,8 @@ from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout, build_mesh, ring_attention, ulysses
+from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.context import ring_attention, ulysses
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool

@@ -40,14 +40,14 @@ from shardwright.numerics.function_compiler import FunctionCompiler, build_funct
 from shardwright.numerics.liger_loss import find_liger_obstacle, liger_cross_entropy
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.optim import build_optimizer
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.context.attention_kernels import (
     AttentionKernel,
     CpuFlashKernel,
     CudaFlashKernel,
     ScoreSettings,
     TileVisibility,
 )
-from shardwright.parallel.tile_kernels import choose_kernel
+from shardwright.parallel.context.tile_kernels import choose_kernel
 
 _ROUNDS = 15
 _SHAPES = {

@@ -30,8 +30,8 @@ def measure_profile(
     """Measure the rates of CPU ranks that the planner needs for `runs`; return None with a message
     if they cannot be measured.
     """
-    from shardwright.doctor.cluster_profile import build_profile, build_request_for_runs
     from shardwright.doctor.diagnosis import examine
+    from shardwright.doctor.rates.cluster_profile import build_profile, build_request_for_runs
 
     request = build_request_for_runs(runs, layout, device="cpu")
     diagnosis = examine(request, layout.world_size)

@@ -20,7 +20,7 @@ from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
 if TYPE_CHECKING:
     from shardwright.config.run import DeviceKind
-    from shardwright.data.source_files import ProgressOpener
+    from shardwright.data.sources.source_files import ProgressOpener
     from shardwright.hardware import Cluster
     from shardwright.inference.adapter_export import ExportedAdapters
     from shardwright.inference.generation import Completion

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     CudaEfficientKernel,
     CudaFlashKernel,
@@ -21,10 +21,10 @@ from shardwright.parallel.attention_kernels import (
     ScoreSettings,
     TileVisibility,
 )
-from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
-from shardwright.parallel.row_attention import attend_row
-from shardwright.parallel.tile_kernels import CudnnKernel, choose_kernel
+from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.context.row_attention import attend_row
+from shardwright.parallel.context.tile_kernels import CudnnKernel, choose_kernel
 
 SCORES = ScoreSettings(scale=0.125)
 RANDOM = torch.Generator().manual_seed(4)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.doctor.cluster_profile import build_profile, build_request
-from shardwright.doctor.device_rates import list_precisions, time_copies, time_matmul
 from shardwright.doctor.diagnosis import examine
 from shardwright.doctor.examination import ExaminationRequest
 from shardwright.doctor.gpu_health import read_gpu, run_under_load
+from shardwright.doctor.rates.cluster_profile import build_profile, build_request
+from shardwright.doctor.rates.device_rates import list_precisions, time_copies, time_matmul
 from shardwright.doctor.storage import OutputFolder
 from shardwright.errors import InputError
 from shardwright.hardware.catalog_loading import find_accelerator

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shardwright.layout.context_method import assign_chunks
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.parallel import ring_attention
-from shardwright.parallel.attention_kernels import CpuFlashKernel, ScoreSettings
-from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
-from shardwright.parallel.row_attention import attend_row
-from shardwright.parallel.row_split import assign_chunks_by_work, count_visible_keys
-from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
+from shardwright.parallel.context import ring_attention
+from shardwright.parallel.context.attention_kernels import CpuFlashKernel, ScoreSettings
+from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.context.row_attention import attend_row
+from shardwright.parallel.context.row_split import assign_chunks_by_work, count_visible_keys
+from shardwright.parallel.context.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 
 RATE = 0.25

@@ -19,7 +19,7 @@ from shardwright.architecture import read_config
 from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.cli.main import run as shardwright
 from shardwright.config import load_recipe
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.errors import CheckFailed, CheckpointError, ExitCode
 from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
 from shardwright.inference.model_source import find_checkpoint, load_decoder, open_model_source

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from shardwright.doctor.diagnosis import Diagnosis, examine_rank
 from shardwright.doctor.examination import ExaminationRequest
-from shardwright.doctor.link_bandwidth import time_links
 from shardwright.doctor.probe_budget import TimeBudget
+from shardwright.doctor.rates.link_bandwidth import time_links
 from shardwright.doctor.storage import OutputFolder
 from shardwright.errors import ExitCode
 from shardwright.hardware import load_profile

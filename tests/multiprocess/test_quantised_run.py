@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from shardwright.architecture import read_config
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.inference.adapter_export import check_merged_logits, merge_adapters
 from shardwright.inference.model_source import open_model_source
 from shardwright.model.hf.hf_folder import write_hf_folder

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.architecture import read_config, read_recipe_shape
 from shardwright.config.training import PrecisionSection
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.layout import Layout
 from shardwright.model import Decoder

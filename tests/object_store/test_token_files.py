@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.data.preparation import prepare_data
 from shardwright.data.prepared_data import PreparedData
-from shardwright.data.token_export import write_prepared_tokens
+from shardwright.data.tokens.token_export import write_prepared_tokens
 from shardwright.errors import DataError
 from tests.object_store.conftest import SECRET_KEY, Server, get_client
 from tests.object_store.proxy import Request

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.records.conversation import read_conversation
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from tests.unit.data.chat_tokenizers import CHATML, MARKED, THROWS, chat_folder, turns
 
 CONVERSATIONS = [

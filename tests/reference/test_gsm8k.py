@@ -14,7 +14,7 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.preparation import prepare_data
 from shardwright.data.sample_order import SampleOrder
-from shardwright.data.tokenizer import FastTokenizer
+from shardwright.data.tokens.tokenizer import FastTokenizer
 from shardwright.plans import BatchPlan
 
 pytestmark = pytest.mark.data

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.architecture import read_config
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from shardwright.errors import InputError, TokenizerError
 from shardwright.inference.generation import SamplingSettings, complete_prompt, generate
 from shardwright.model.decoder import Decoder

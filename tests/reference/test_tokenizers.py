@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from shardwright.data.tokenizer import Tokenizer
-from shardwright.data.tokenizer_loading import load_tokenizer, train_bpe, train_characters
+from shardwright.data.tokens.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer, train_bpe, train_characters
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n\n\nclass A:\r\n\tpass\n"
 EDGES = ["", " ", "\n", "  return", "x\n", "\n\n x", "größer", TEXT]

@@ -16,7 +16,7 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
 from shardwright.convert.conversion import emit
 from shardwright.convert.emitted_config import EmitRequest
-from shardwright.doctor.cluster_profile import build_request
+from shardwright.doctor.rates.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout

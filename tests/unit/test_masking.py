@@ -20,7 +20,7 @@ from shardwright.cluster.job import Job
 from shardwright.config import dump_recipe, load_recipe
 from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.data.remote_sources import fetch_sources
+from shardwright.data.sources.remote_sources import fetch_sources
 from shardwright.errors import CheckpointError, DataError, InputError, SaveFailed
 from shardwright.launch.rank_outcome import read_outcomes, write_outcome
 from shardwright.masking import is_masked, mask_secrets, mask_values

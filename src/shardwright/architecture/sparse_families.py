@@ -196,6 +196,40 @@ def _read_gpt_oss(fields: ConfigFields) -> ModelShape:
 
 
 def _read_deepseek_v3(fields: ConfigFields) -> ModelShape:
+    latent = _read_latent_shape(fields)
+    max_positions = fields.read_integer("max_position_embeddings")
+    rope = read_rope(fields, latent.rope_dim, max_positions, theta=10_000.0)
+    head_dim = latent.nope_dim + latent.rope_dim
+    shape = read_llama_like(
+        fields, head_dim=head_dim, fixed_head_dim=True, ropes=(rope,), kv_heads_default=False
+    )
+    if shape.num_kv_heads != shape.num_heads:
+        raise ArchitectureError(
+            "latent attention needs as many key heads as query heads",
+            field="num_key_value_heads",
+            got=shape.num_kv_heads,
+            allowed=str(shape.num_heads),
+        )
+    bias = fields.read_flag("attention_bias", False)
+    scale = _compute_latent_scale(fields, shape.head_dim)
+    experts = _read_deepseek_experts(fields)
+    # Multi-token prediction modules are not part of the model that transformers trains; files
+    # store their weights separately.
+    if fields.read("num_nextn_predict_layers", 1) != 0:
+        fields.amended_fields["num_nextn_predict_layers"] = 0
+    first = fields.read_integer("first_k_dense_replace", 3, minimum=0)
+    shape = replace(
+        shape,
+        latent=latent,
+        num_kv_heads=shape.num_heads,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        layers=tuple(replace(layer, attention_scale=scale) for layer in shape.layers),
+    )
+    return _add_experts(shape, experts, [i >= first for i in range(shape.num_layers)])
+
+
+def _read_latent_shape(fields: ConfigFields) -> LatentShape:
     latent = LatentShape(
         query_rank=None
         if "q_lora_rank" in fields and fields.read("q_lora_rank") is None
@@ -215,21 +249,10 @@ def _read_deepseek_v3(fields: ConfigFields) -> ModelShape:
             (value,),
             "transformers computes this from the parts of a head and ignores the field",
         )
-    max_positions = fields.read_integer("max_position_embeddings")
-    rope = read_rope(fields, latent.rope_dim, max_positions, theta=10_000.0)
-    head_dim = latent.nope_dim + latent.rope_dim
-    shape = read_llama_like(
-        fields, head_dim=head_dim, fixed_head_dim=True, ropes=(rope,), kv_heads_default=False
-    )
-    if shape.num_kv_heads != shape.num_heads:
-        raise ArchitectureError(
-            "latent attention needs as many key heads as query heads",
-            field="num_key_value_heads",
-            got=shape.num_kv_heads,
-            allowed=str(shape.num_heads),
-        )
-    bias = fields.read_flag("attention_bias", False)
-    scale = _compute_latent_scale(fields, shape.head_dim)
+    return latent
+
+
+def _read_deepseek_experts(fields: ConfigFields) -> ExpertShape:
     moe_inner = fields.read_integer("moe_intermediate_size", 2048)
     num_experts = _read_num_experts(fields, "n_routed_experts")
     experts = _read_experts(
@@ -257,20 +280,7 @@ def _read_deepseek_v3(fields: ConfigFields) -> ModelShape:
         )
     for name in ("aux_loss_alpha", "seq_aux"):
         fields.read(name)  # in older files; here the recipe decides about the balance loss
-    # Multi-token prediction modules are not part of the model that transformers trains; files
-    # store their weights separately.
-    if fields.read("num_nextn_predict_layers", 1) != 0:
-        fields.amended_fields["num_nextn_predict_layers"] = 0
-    first = fields.read_integer("first_k_dense_replace", 3, minimum=0)
-    shape = replace(
-        shape,
-        latent=latent,
-        num_kv_heads=shape.num_heads,
-        qkv_bias=bias,
-        attention_out_bias=bias,
-        layers=tuple(replace(layer, attention_scale=scale) for layer in shape.layers),
-    )
-    return _add_experts(shape, experts, [i >= first for i in range(shape.num_layers)])
+    return experts
 
 
 def _compute_latent_scale(fields: ConfigFields, head_dim: int) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.audit.fault import ComputationFault, TokenPlaces
+from shardwright.audit.mistakes.fault import ComputationFault, TokenPlaces
 from shardwright.audit.recorded_batch import RecordedBatch
 from shardwright.config.data import IGNORED_LABEL
 

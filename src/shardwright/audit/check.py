@@ -11,7 +11,7 @@ import torch
 
 from shardwright.audit.errors import AuditInputError
 from shardwright.audit.evidence import Evidence, gather_evidence
-from shardwright.audit.hypotheses import MistakeDiagnosis, diagnose
+from shardwright.audit.mistakes.hypotheses import MistakeDiagnosis, diagnose
 from shardwright.audit.preference import PreferenceSettings
 from shardwright.audit.record import load_step
 from shardwright.audit.reference import ReferenceModel

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
-from shardwright.audit.record import StepRecord
-from shardwright.audit.recorded_batch import RecordedBatch
-from shardwright.audit.reference import ReferenceModel
-from shardwright.audit.weightings import (
+from shardwright.audit.mistakes.weightings import (
     BatchCounts,
     compute_objective_weights,
     compute_router_weights,
 )
+from shardwright.audit.record import StepRecord
+from shardwright.audit.recorded_batch import RecordedBatch
+from shardwright.audit.reference import ReferenceModel
 from shardwright.config.data import IGNORED_LABEL
 
 FLOORS = {"float32": 2e-5, "float64": 1e-9}

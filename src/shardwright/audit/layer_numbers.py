@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.audit.fault import FaultNotApplicable
+from shardwright.audit.mistakes.fault import FaultNotApplicable
 from shardwright.model.hf.hf_module import instantiate
 
 _KINDS_BY_LAYER = ("layer_types", "no_rope_layers")

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.hypotheses import MistakeDiagnosis
-from shardwright.audit.shared_rows import list_sharing_degrees
-from shardwright.audit.step_findings import StepChecks, StepFinding, compare_numbers
-from shardwright.audit.weightings import (
+from shardwright.audit.mistakes.hypotheses import MistakeDiagnosis
+from shardwright.audit.mistakes.shared_rows import list_sharing_degrees
+from shardwright.audit.mistakes.weightings import (
     compute_objective_weights,
     compute_router_weights,
     iterate_normalisers,
     iterate_omissions,
     iterate_router_factors,
 )
+from shardwright.audit.step_findings import StepChecks, StepFinding, compare_numbers
 
 LOSS_TOLERANCE = 1e-4
 """Allowed relative error of a loss; trainers log four or five digits."""

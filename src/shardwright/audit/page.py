@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardwright.audit.check import AuditReport, ParameterResult
-from shardwright.audit.hypotheses import MistakeDiagnosis
+from shardwright.audit.mistakes.hypotheses import MistakeDiagnosis
 from shardwright.report.page_shell import PICTURE_SIZES, Panel, Table, render_panel_page
 
 NUM_WORST = 20

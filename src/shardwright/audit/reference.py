@@ -27,14 +27,14 @@ from shardwright.audit.batch_reading import (
     locate_tokens,
     pad_segments,
 )
-from shardwright.audit.computation_faults import (
+from shardwright.audit.decoder_reference import compute_decoder_gradients
+from shardwright.audit.errors import AuditInputError
+from shardwright.audit.layer_numbers import renumber_layers
+from shardwright.audit.mistakes.computation_faults import (
     change_logits,
     inject_fault,
     sum_token_losses,
 )
-from shardwright.audit.decoder_reference import compute_decoder_gradients
-from shardwright.audit.errors import AuditInputError
-from shardwright.audit.layer_numbers import renumber_layers
 from shardwright.audit.parameter_places import ParameterPlaces
 from shardwright.audit.preference import PreferenceSettings, sum_pair_losses, sum_row_log_probs
 from shardwright.audit.record import StepRecord

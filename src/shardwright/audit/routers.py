@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.audit.errors import AuditInputError
-from shardwright.audit.fault import FaultNotApplicable
+from shardwright.audit.mistakes.fault import FaultNotApplicable
 from shardwright.audit.record import StepRecord
 
 _ROUTER_LOSS = "load_balancing_loss_func"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.audit.candidates import classify_parameter, describe_subset
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.hypotheses import MistakeDiagnosis, find_max_norm
 from shardwright.audit.loss_check import check_loss
+from shardwright.audit.mistakes.candidates import classify_parameter, describe_subset
+from shardwright.audit.mistakes.hypotheses import MistakeDiagnosis, find_max_norm
 from shardwright.audit.record import StepRecord
 from shardwright.audit.step_findings import StepChecks, StepFinding, compare_numbers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwright.audit.hypotheses import MistakeDiagnosis
+from shardwright.audit.mistakes.hypotheses import MistakeDiagnosis
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from shardwright.data.preview import (
     compute_training_length,
     decode_samples,
 )
-from shardwright.data.token_export import write_prepared_tokens
+from shardwright.data.tokens.token_export import write_prepared_tokens
 from shardwright.masking import mask_secrets
 
 

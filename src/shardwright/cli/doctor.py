@@ -126,8 +126,8 @@ def doctor_command(
     ranks = detect_rank_environment()
     degrees = _resolve_layout(section, _choose_world_size(nproc, ranks, section, device))
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.doctor.cluster_profile import build_request
     from shardwright.doctor.diagnosis import examine
+    from shardwright.doctor.rates.cluster_profile import build_request
     from shardwright.launch.auto_layout import choose_planned_precision
 
     if loaded_recipe is not None:
@@ -220,7 +220,7 @@ def _print_diagnosis(
 ) -> None:
     from shardwright.cli.output.console import open_console
     from shardwright.cli.output.doctor_table import print_findings
-    from shardwright.doctor.cluster_profile import build_profile
+    from shardwright.doctor.rates.cluster_profile import build_profile
     from shardwright.hardware import save_profile
     from shardwright.report.diagnosis_page import render_diagnosis
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.config.data import DataSection
-from shardwright.data.sources import BrokenRecord, SourceFile, TextPiece, read_files
+from shardwright.data.sources.source_reader import BrokenRecord, SourceFile, TextPiece, read_files
 from shardwright.errors import DataError
 
 Side = Literal["train", "validation"]
@@ -46,6 +46,12 @@ class RecordStatistics(NamedTuple):
     def broken_fraction(self) -> float:
         """Fraction of records that could not be read."""
         return self.num_broken / max(1, self.num_records)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RecordStatistics:
+        """Rebuild the statistics from the fields that a cache has saved as JSON."""
+        broken = tuple(BrokenRecord(**item) for item in fields["broken"])
+        return cls(**{**fields, "broken": broken})
 
     def add_broken(self, broken: Sequence[BrokenRecord]) -> RecordStatistics:
         """Return a copy that includes records that turned out broken when they were encoded."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shardwright.data.sources import SourceFile
+from shardwright.data.sources.source_reader import SourceFile
 from shardwright.errors import DataError
 from shardwright.files import open_regular_file, read_text
 

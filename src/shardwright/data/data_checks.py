@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import RecordStatistics, Side
 from shardwright.data.records.token_files import check_tokenizers
-from shardwright.data.sources import SourceFile
-from shardwright.data.token_store import TokenCounts
-from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
+from shardwright.data.sources.source_reader import SourceFile
+from shardwright.data.tokens.token_store import TokenCounts
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import DataError, TokenizerError
 
 logger = logging.getLogger(__name__)

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from shardwright.config.data import DataSource
+from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import RecordStatistics
 from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset
+from shardwright.data.records.chat_template import ChatTemplate
 from shardwright.data.records.record_formats import RECORD_KINDS
 from shardwright.data.scheduled_mixture import ScheduledMixture
-from shardwright.data.sources import SourceFile
-from shardwright.data.token_store import TokenCounts, TokenStore
+from shardwright.data.sources.source_reader import SourceFile
+from shardwright.data.tokens.token_store import TokenCounts, TokenStore
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,21 @@ class DataReport:
             "records": self.records._asdict()
             | {"broken": [item._asdict() for item in self.records.broken]}
         }
+
+
+def describe_encoding(
+    recipe: Recipe, tokenizer: Tokenizer, template: ChatTemplate | None, *, has_records: bool
+) -> dict[str, Any]:
+    """Return the fields of a `DataReport` on how text and records become token ids."""
+    is_absent = isinstance(tokenizer, AbsentTokenizer)
+    return {
+        "tokenizer_kind": tokenizer.kind if is_absent else recipe.tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "supervise": recipe.data.supervise if has_records else None,
+        "template": None
+        if template is None
+        else recipe.data.chat_template or "the tokenizer's own",
+    }
 
 
 def describe_sources(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Side
@@ -16,7 +17,7 @@ from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.data.records.preference_pairs import pack_pairs
 from shardwright.data.scheduled_mixture import ScheduledMixture, build_weight_schedule
-from shardwright.data.token_store import TokenStore
+from shardwright.data.tokens.token_store import TokenStore
 from shardwright.errors import DataError
 
 PackingKind = Literal["windows", "documents", "none", "pairs"]
@@ -134,31 +135,10 @@ def _open_source_dataset(
         )
         windows = WindowDataset(stream, length, seed=recipe.seed, is_evaluation=is_evaluation)
         if not len(windows):
-            raise DataError(
-                f"the {side} text is shorter than one window",
-                field=field,
-                got=summary,
-                allowed="2 tokens or more"
-                if is_evaluation
-                else f"{length + 1} tokens or more: sequence_length {length} and a label",
-                remedy="Add text"
-                if is_evaluation
-                else "Add text, or reduce training.sequence_length",
-            )
+            raise _build_short_text_error(side, length, field, summary)
         return windows
-
     if packing == "pairs":
-        assert store.supervised_mask is not None, "pairs come from records, which have a mask"
-        pairs = pack_pairs(
-            store.tokens, documents, length, store.supervised_mask, recipe.data.overlong
-        )
-        if not len(pairs):
-            raise DataError(
-                f"no pair of {side} responses fits in a row",
-                field="training.sequence_length",
-                got=length,
-            )
-        return pairs
+        return _open_pairs(recipe, side, store, documents)
     overlong = recipe.data.overlong
     is_unpacked = packing == "none"
 
@@ -191,14 +171,43 @@ def _open_source_dataset(
     return dataset
 
 
+def _build_short_text_error(side: Side, length: int, field: str, summary: str) -> DataError:
+    if side == "validation":
+        allowed = "2 tokens or more"
+        remedy = "Add text"
+    else:
+        allowed = f"{length + 1} tokens or more: sequence_length {length} and a label"
+        remedy = "Add text, or reduce training.sequence_length"
+    return DataError(
+        f"the {side} text is shorter than one window",
+        field=field,
+        got=summary,
+        allowed=allowed,
+        remedy=remedy,
+    )
+
+
+def _open_pairs(
+    recipe: Recipe, side: Side, store: TokenStore, documents: npt.NDArray[np.uint64]
+) -> PackedDataset:
+    length = recipe.training.sequence_length
+    assert store.supervised_mask is not None, "pairs come from records, which have a mask"
+    pairs = pack_pairs(store.tokens, documents, length, store.supervised_mask, recipe.data.overlong)
+    if not len(pairs):
+        raise DataError(
+            f"no pair of {side} responses fits in a row",
+            field="training.sequence_length",
+            got=length,
+        )
+    return pairs
+
+
 PACKING_VERSION = 2
 """Part of every packing's cache key; increase it when the same tokens would be packed
 differently."""
 
 
-def _select_source_documents(
-    store: TokenStore, source_index: int
-) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _select_source_documents(store: TokenStore, source_index: int) -> npt.NDArray[np.uint64]:
     """Return the document starts of one source and the end of its last document."""
     counts = [*store.counts.source_documents, *[0] * (source_index + 1)]
     first = sum(counts[:source_index])

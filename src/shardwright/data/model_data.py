@@ -10,7 +10,7 @@ from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.recipe import Recipe
 from shardwright.data.preparation import prepare_data
 from shardwright.data.prepared_data import PreparedData
-from shardwright.data.source_files import ProgressCallback
+from shardwright.data.sources.source_files import ProgressCallback
 
 _PLACEHOLDER_VOCAB_SIZE = 1 << 20
 """Vocabulary size used before the tokenizer is known; larger than that of any tokenizer."""

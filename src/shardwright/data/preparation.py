@@ -15,22 +15,27 @@ from shardwright.data.data_checks import (
     check_vocabulary,
     sum_statistics,
 )
-from shardwright.data.data_report import DataReport, compute_shares, describe_side, describe_sources
+from shardwright.data.data_report import (
+    DataReport,
+    compute_shares,
+    describe_encoding,
+    describe_side,
+    describe_sources,
+)
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback, SourceFiles
-from shardwright.data.sources import BrokenRecord
+from shardwright.data.sources.source_files import ProgressCallback, SourceFiles
 from shardwright.data.streaming.streamed_preparation import is_indexed, prepare_streamed_data
-from shardwright.data.token_store import TokenStore, open_tokens
-from shardwright.data.tokenisation import (
+from shardwright.data.tokens.token_store import TokenStore, open_tokens
+from shardwright.data.tokens.tokenisation import (
     compute_tokens_key,
     load_given_tokenizer,
     load_template,
     tokenise_sources,
 )
-from shardwright.data.tokenizer import AbsentTokenizer, FastTokenizer
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.tokens.tokenizer import FastTokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 
 
 def prepare_data(
@@ -60,12 +65,7 @@ def prepare_data(
         sources.root, f"tokens/{key}", partial(tokenise_sources, sources, given_tokenizer, template)
     )
     saved = json.loads((folder / "records.json").read_text(encoding="utf-8"))
-    records = [
-        RecordStatistics(
-            **{**item, "broken": tuple(BrokenRecord(**broken) for broken in item["broken"])}
-        )
-        for item in saved["records"]
-    ]
+    records = [RecordStatistics.from_dict(item) for item in saved["records"]]
     check_records(records, recipe)
     tokenizer = (
         given_tokenizer if given_tokenizer is not None else load_tokenizer(folder / "tokenizer")
@@ -87,13 +87,8 @@ def prepare_data(
         num_files=saved["num_files"],
         records=sum_statistics(records),
         num_duplicates_dropped=saved["num_duplicates_dropped"],
-        tokenizer_kind=tokenizer.kind
-        if isinstance(tokenizer, AbsentTokenizer)
-        else recipe.tokenizer.kind,
-        vocab_size=tokenizer.vocab_size,
         packing=packing,
-        supervise=recipe.data.supervise if sources.has_records else None,
-        template=None if template is None else recipe.data.chat_template or "the tokenizer's own",
+        **describe_encoding(recipe, tokenizer, template, has_records=sources.has_records),
         sources=describe_sources(
             recipe.data.sources,
             sources.training,

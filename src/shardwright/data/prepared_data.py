@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from shardwright.data.corpus import Side
 from shardwright.data.data_report import DataReport
 from shardwright.data.dataset import TokenDataset
-from shardwright.data.token_store import TokenStore
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokens.token_store import TokenStore
+from shardwright.data.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.run_order import build_run_order
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer import Tokenizer
 from shardwright.errors import RecipeError
 from shardwright.plans import count_steps, resolve_batch, resolve_degrees
 

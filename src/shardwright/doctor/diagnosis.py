@@ -13,18 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from shardwright.doctor import (
-    collective_bandwidth,
-    correctness,
-    gpu_health,
-    host,
-    link_bandwidth,
-    rate_findings,
-    scaled_rates,
-    scratch_disk,
-    software,
-    storage,
-)
+from shardwright.doctor import correctness, gpu_health, host, software, storage
 from shardwright.doctor.examination import (
     STAGES,
     ExaminationContext,
@@ -37,6 +26,13 @@ from shardwright.doctor.examination import (
 from shardwright.doctor.examination_stages import destroy_groups, examine_environment, run_stages
 from shardwright.doctor.finding import Finding, Verdict, find_worst_verdict
 from shardwright.doctor.probe_budget import build_omission_findings
+from shardwright.doctor.rates import (
+    collective_bandwidth,
+    link_bandwidth,
+    rate_findings,
+    scaled_rates,
+    scratch_disk,
+)
 from shardwright.doctor.rendezvous import (
     Rendezvous,
     RendezvousFailed,

@@ -15,17 +15,7 @@ import torch
 from pydantic import TypeAdapter
 
 from shardwright.config.run import DeviceKind
-from shardwright.doctor import (
-    calibration_measurement,
-    collective_bandwidth,
-    correctness,
-    device_rates,
-    gpu_health,
-    link_bandwidth,
-    scaled_rates,
-    scratch_disk,
-    storage,
-)
+from shardwright.doctor import correctness, gpu_health, storage
 from shardwright.doctor.finding import Finding, format_ranks
 from shardwright.doctor.host import Host
 from shardwright.doctor.probe_budget import (
@@ -34,6 +24,14 @@ from shardwright.doctor.probe_budget import (
     RankMaximum,
     TimeBudget,
     return_local_number,
+)
+from shardwright.doctor.rates import (
+    calibration_measurement,
+    collective_bandwidth,
+    device_rates,
+    link_bandwidth,
+    scaled_rates,
+    scratch_disk,
 )
 from shardwright.doctor.rendezvous import Rendezvous
 from shardwright.doctor.software import Software

@@ -9,22 +9,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardwright.doctor import (
+from shardwright.doctor import correctness, gpu_health, host, software, storage
+from shardwright.doctor.examination import BUDGET_SHARES, ExaminationContext
+from shardwright.doctor.probe_budget import Omission, TimeBudget
+from shardwright.doctor.rates import (
     calibration_measurement,
     collective_bandwidth,
-    correctness,
     device_rates,
     elementwise,
-    gpu_health,
-    host,
     link_bandwidth,
     scaled_rates,
     scratch_disk,
-    software,
-    storage,
 )
-from shardwright.doctor.examination import BUDGET_SHARES, ExaminationContext
-from shardwright.doctor.probe_budget import Omission, TimeBudget
 from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import InputError, RankFailed

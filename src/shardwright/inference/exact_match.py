@@ -9,12 +9,12 @@ from pathlib import Path
 
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config.data import DataSource
-from shardwright.data.file_listing import list_files
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.records.conversation import UnusableRecord
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.sources import BrokenRecord, detect_schemas, read_files
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.source_reader import BrokenRecord, detect_schemas, read_files
+from shardwright.data.tokens.tokenizer import Tokenizer
 from shardwright.errors import DataError
 from shardwright.inference.generation import SamplingSettings, complete_prompt
 from shardwright.inference.model_source import ModelSource

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer import Tokenizer
 from shardwright.errors import InputError, TokenizerError
 from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.decoder import Decoder

@@ -25,8 +25,8 @@ from shardwright.checkpoint.tensor_loading import (
 )
 from shardwright.config import Recipe
 from shardwright.config.model import ModelSection
-from shardwright.data.tokenizer import Tokenizer
-from shardwright.data.tokenizer_loading import has_tokenizer, load_tokenizer
+from shardwright.data.tokens.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer_loading import has_tokenizer, load_tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.files import read_text
 from shardwright.model.decoder import Decoder

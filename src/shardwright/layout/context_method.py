@@ -5,9 +5,8 @@ row, one in the first sees almost nothing; so for `ring` and `all_gather` a rank
 from the front and its mirror image from the back (zigzag), which balances the work. For
 `ulysses` every rank computes whole rows of some heads and has one chunk of tokens.
 
-Packed rows have other work: a query sees its own document only. With `cp_split: work` a row has
-more chunks, which `parallel.row_split` assigns to ranks so that the attention work of the documents
-is balanced.
+In packed rows a query sees its own document only. With `cp_split: work` a row has more chunks.
+`parallel.context.row_split` assigns them to ranks so that all ranks have the same attention work.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
-from shardwright.parallel.context_parallel import build_context_parallel
+from shardwright.parallel.context.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
 from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root

@@ -2,7 +2,7 @@
 
 A query sees its own document only, so ranks with long documents work while others wait. The work
 of a chunk of the row is the number of keys that its queries see, and the chunks of a rank are those
-that a run assigns (`layout.context_method`, `parallel.row_split`).
+that a run assigns (`layout.context_method`, `parallel.context.row_split`).
 """
 
 from __future__ import annotations

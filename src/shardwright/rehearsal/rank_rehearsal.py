@@ -30,7 +30,7 @@ from shardwright.model.attention import fused_attention
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
-from shardwright.offload import ParameterOffload, WeightOffload
+from shardwright.offload import OffloadedOptimizer, ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
@@ -131,30 +131,8 @@ def rehearse_rank(
                 )
             live.reset_peak()
             bytes_before = live.live_bytes
-            optimizer = build_optimizer(
-                model.named_parameters(),
-                recipe.optimizer,
-                learning_rate=1e-4,
-                weight_decay=0.1,
-                model=model,
-            )
-            offloaded_bytes = 0
             with use_phase(live, "moments"):
-                offload = recipe.moved_offload
-                if offload.optimizer == "none":
-                    create_state(optimizer)
-                else:
-                    optimizer, _staging = build_fake_offloaded_optimizer(
-                        optimizer,
-                        offload,
-                        model,
-                        live,
-                        is_updated_on_host=choose_update_place(recipe).place == "host",
-                        parameters=weight_offload
-                        if isinstance(weight_offload, ParameterOffload)
-                        else None,
-                    )
-                    offloaded_bytes = optimizer.num_bytes
+                optimizer, _staging = _build_optimizer(recipe, model, live, weight_offload)
             optimizer_bytes = live.live_bytes - bytes_before
             watch.recorder = recorder
             with use_phase(live, "step"):
@@ -173,6 +151,8 @@ def rehearse_rank(
                 )
     activation_bytes = 0 if activation_offload is None else activation_offload.peak_bytes
     parameter_bytes = 0 if weight_offload is None else weight_offload.stored_bytes
+    offloaded_bytes = optimizer.num_bytes if isinstance(optimizer, OffloadedOptimizer) else 0
+    offload = recipe.moved_offload
     by_tier: Counter[str] = Counter()
     by_tier[offload.optimizer] += offloaded_bytes
     by_tier[offload.activations] += activation_bytes
@@ -192,6 +172,37 @@ def rehearse_rank(
         contributions=tuple(live.list_contributions()),
         collectives=tuple(recorder.collectives),
         seconds=time.perf_counter() - began,
+    )
+
+
+def _build_optimizer(
+    recipe: Recipe,
+    model: ParallelModel,
+    live: LiveMemoryTracker,
+    weight_offload: WeightOffload | ParameterOffload | None,
+) -> tuple[torch.optim.Optimizer, object]:
+    """Build the recipe's optimizer with its states, on the device or in a slower tier.
+
+    The second value is the staging memory of that tier, which lives as long as the step.
+    """
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        recipe.optimizer,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        model=model,
+    )
+    offload = recipe.moved_offload
+    if offload.optimizer == "none":
+        create_state(optimizer)
+        return optimizer, None
+    return build_fake_offloaded_optimizer(
+        optimizer,
+        offload,
+        model,
+        live,
+        is_updated_on_host=choose_update_place(recipe).place == "host",
+        parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
     )
 
 

@@ -38,6 +38,7 @@ from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import StepSync
 from shardwright.training.setup import TrainingState
 from shardwright.training.step import (
+    StepLoss,
     StepUpdate,
     accumulate_gradients,
     compute_mean_loss,
@@ -249,22 +250,7 @@ class TrainingLoop:
                 objective=state.objective,
             )
             self.rank_metrics.record_gradient_bytes()
-            numbers = {
-                "loss_sum": loss.loss_sum,
-                "count": loss.count,
-                "supervised_tokens": loss.supervised_tokens,
-            }
-            if loss.router_table is not None:
-                numbers["router_table"] = loss.router_table
-            if isinstance(state.objective, PreferenceObjective):
-                numbers["pairs"] = state.objective.pop_totals()
-            if totals is not None and totals.is_counting:
-                numbers["rounding"] = sum_rounding_table(state.model, totals)
-                totals.is_counting = False
-            if batch.row_multiple is not None:
-                numbers["work"] = count_tokens_and_flops(
-                    state.model, micro_batches, self.flops_per_token_of_length
-                )
+            numbers = self._sum_numbers(loss, micro_batches)
             updated = update_parameters(
                 state.model,
                 state.optimizer,
@@ -276,6 +262,49 @@ class TrainingLoop:
                 times=self.rank_metrics.step_times,
             )
         values = dict(zip(numbers, updated.read_values, strict=True))
+        measured = self.rank_metrics.end_step(
+            start_seconds,
+            data_seconds,
+            previous=None if self._launched is None else self._launched.measured,
+        )
+        return self._build_result(values, updated, learning_rate, measured)
+
+    def _sum_numbers(
+        self, loss: StepLoss, micro_batches: list[MicroBatch]
+    ) -> dict[str, torch.Tensor]:
+        """Sum the step's statistics over ranks, on the device; the host reads all in one copy."""
+        state = self.state
+        numbers = {
+            "loss_sum": loss.loss_sum,
+            "count": loss.count,
+            "supervised_tokens": loss.supervised_tokens,
+        }
+        if loss.router_table is not None:
+            numbers["router_table"] = loss.router_table
+        if isinstance(state.objective, PreferenceObjective):
+            numbers["pairs"] = state.objective.pop_totals()
+        totals = state.model.decoder.rounding_totals
+        if totals is not None and totals.is_counting:
+            numbers["rounding"] = sum_rounding_table(state.model, totals)
+            totals.is_counting = False
+        if self.context.plan.batch.row_multiple is not None:
+            numbers["work"] = count_tokens_and_flops(
+                state.model, micro_batches, self.flops_per_token_of_length
+            )
+        return numbers
+
+    def _build_result(
+        self,
+        values: dict[str, list[float]],
+        updated: StepUpdate,
+        learning_rate: float,
+        measured: MeasuredStep,
+    ) -> StepResult:
+        """Build the result of a step from its statistics, as read by the host."""
+        state = self.state
+        shape = self.context.validated_run.shape
+        batch = self.context.plan.batch
+        totals = state.model.decoder.rounding_totals
         tokens = batch.global_batch_tokens
         flops_per_token = self.flops_per_token_of_length(batch.sequence_length)
         if "work" in values:
@@ -292,20 +321,16 @@ class TrainingLoop:
             flops_per_token,
             (step + state.skipped_data_steps) * batch.global_batch_size,
             None if state.scaler is None else state.scaler.scale,
-            self.rank_metrics.end_step(
-                start_seconds,
-                data_seconds,
-                previous=None if self._launched is None else self._launched.measured,
-            ),
-            expert_loads=None
-            if loss.router_table is None
-            else read_expert_loads(
+            measured,
+            expert_loads=read_expert_loads(
                 torch.tensor(values["router_table"], dtype=torch.float64).view(
-                    loss.router_table.shape
+                    shape.num_layers, -1
                 ),
-                validated_run.shape,
+                shape,
                 batch.global_batch_size,
-            ),
+            )
+            if "router_table" in values
+            else None,
             preference_metrics=PreferenceMetrics.from_totals(values["pairs"])
             if "pairs" in values
             else None,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.fence import GenerationFence, acquire_fence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
-from shardwright.data.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import GenerationEnded, InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
@@ -50,7 +50,7 @@ from shardwright.training.resume_point import (
     find_resume_point,
     list_changes,
 )
-from shardwright.training.setup import agree_on_ceiling, build_state
+from shardwright.training.setup import TrainingState, agree_on_ceiling, build_state
 from shardwright.training.step_policy import find_differing_replicas
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
@@ -116,11 +116,7 @@ def train_rank(
                 progress=progress,
             )
         validated_run = agree_on_loss_chunk(validated_run, rank_sync, device)
-        copies = None
-        if recipe.elastic.peer_copies and restart is not None:
-            copies = find_copies_in_memory(folder)
-            if restart.former_world_size == 1:
-                copies = None  # a single rank keeps none: its state is in the checkpoint
+        copies = _find_copies(recipe, folder, restart)
         resume_point: ResumePoint | CopiesInMemory | None = copies.found if copies else None
         if resume and resume_point is None:
             resume_point = find_resume_point(validated_run, folder, allow_drift)
@@ -160,6 +156,15 @@ def train_rank(
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):
                 _train(context, resume_point, copies, start_seconds)
+
+
+def _find_copies(recipe: Recipe, folder: RunFolder, restart: Restart | None) -> CopiesSearch | None:
+    """Search for copies of the state in memory; None if the ranks before kept none. Collective."""
+    if restart is None or not recipe.elastic.peer_copies:
+        return None
+    copies = find_copies_in_memory(folder)
+    # A single rank keeps none: its state is in the checkpoint.
+    return None if restart.former_world_size == 1 else copies
 
 
 def _log_restart(context: RankContext, restart: Restart) -> None:
@@ -224,15 +229,8 @@ def _train(
         checkpointer.close()
         if checkpointer.copier is not None and checkpointer.copier.counts.num_copies:
             logger.info("%s", describe_copies(checkpointer.copier.counts))
-        if isinstance(state.optimizer, OffloadedOptimizer) and state.step > first_step:
-            logger.info("%s", describe_transfers(state.optimizer.counts, state.step - first_step))
-        if state.activation_offload is not None and state.step > first_step:
-            counts = state.activation_offload.store.counts
-            logger.info("%s", describe_transfers(counts, state.step - first_step, "activations"))
-        if state.weight_offload is not None and state.step > first_step:
-            counts = state.weight_offload.store.counts
-            subject = "frozen weights" if state.model.trained_offload is None else "weights"
-            logger.info("%s", describe_transfers(counts, state.step - first_step, subject))
+        if state.step > first_step:
+            _log_transfers(state, state.step - first_step)
     except Preempted:
         checkpointer.close()
         log_end("preempted")
@@ -254,13 +252,21 @@ def _train(
             )
         raise
     finally:
-        if isinstance(state.optimizer, OffloadedOptimizer):
-            state.optimizer.close()
-        if state.activation_offload is not None:
-            state.activation_offload.close()
-        if state.weight_offload is not None:
-            state.weight_offload.close()
+        state.close_offloads()
     log_end("completed", final_loss)
+
+
+def _log_transfers(state: TrainingState, num_steps: int) -> None:
+    """Log the bytes that offloading has moved in `num_steps` steps."""
+    if isinstance(state.optimizer, OffloadedOptimizer):
+        logger.info("%s", describe_transfers(state.optimizer.counts, num_steps))
+    if state.activation_offload is not None:
+        counts = state.activation_offload.store.counts
+        logger.info("%s", describe_transfers(counts, num_steps, "activations"))
+    if state.weight_offload is not None:
+        counts = state.weight_offload.store.counts
+        subject = "frozen weights" if state.model.trained_offload is None else "weights"
+        logger.info("%s", describe_transfers(counts, num_steps, subject))
 
 
 def _restore(

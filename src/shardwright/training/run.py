@@ -16,7 +16,7 @@ from typing import Any
 from shardwright.checkpoint.commit import check_store
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
-from shardwright.data.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda

@@ -26,7 +26,7 @@ from shardwright.config import Recipe
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.data.dataset import Int64Array, Sample, TokenDataset
 from shardwright.data.loader import MicroBatch
-from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import InputError, RecipeError
 from shardwright.layout import AXES, RankGrid
 from shardwright.model.head import LossFunction, compute_logits

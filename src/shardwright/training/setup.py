@@ -33,6 +33,7 @@ from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_se
 from shardwright.numerics.precision import LossScaler
 from shardwright.offload import (
     ActivationOffload,
+    OffloadedOptimizer,
     ParameterOffload,
     ShardOffload,
     WeightOffload,
@@ -87,6 +88,15 @@ class TrainingState:
     """Saved tensors of blocks in a slower tier; None if none move."""
     weight_offload: WeightOffload | ParameterOffload | None = None
     """Weights of blocks in a slower tier, beside adapters the frozen ones; None if none move."""
+
+    def close_offloads(self) -> None:
+        """End all transfers and free the memory or the files of the slower tiers."""
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.close()
+        if self.activation_offload is not None:
+            self.activation_offload.close()
+        if self.weight_offload is not None:
+            self.weight_offload.close()
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:

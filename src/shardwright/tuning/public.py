@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from shardwright.config.recipe_source import RecipeSource, load_recipe
-from shardwright.data.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster
 from shardwright.launch.rank_environment import detect_rank_environment

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwright.data.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster
 from shardwright.tuning.candidates import DEFAULT_MAX_CANDIDATES, CandidateList, TuningCandidate

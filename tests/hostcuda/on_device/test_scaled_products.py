@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
 from shardwright.config.training import PrecisionSection
-from shardwright.doctor import scaled_rates
+from shardwright.doctor.rates import scaled_rates
 from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder

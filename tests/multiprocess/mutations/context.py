@@ -14,9 +14,10 @@ from torch import Tensor
 from shardwright.data.loader import MicroBatch
 from shardwright.model import Decoder, decoder, forward_context
 from shardwright.model.dropout import Dropout, DropoutKey
-from shardwright.parallel import ParallelModel, attention_kernels, context_parallel, ring_attention
-from shardwright.parallel.attention_kernels import PartialAttention
-from shardwright.parallel.block_mask import RowChunks
+from shardwright.parallel import ParallelModel
+from shardwright.parallel.context import attention_kernels, context_parallel, ring_attention
+from shardwright.parallel.context.attention_kernels import PartialAttention
+from shardwright.parallel.context.block_mask import RowChunks
 from shardwright.training import step
 
 # Normaliser

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwright.audit.check import AuditReport, check_recorded_step
-from shardwright.audit.mistakes import MISTAKES
+from shardwright.audit.mistakes.mistake_table import MISTAKES
 from tests.unit.audit.simulated_trainer import Run, simulate
 
 PLANTED = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.audit.mistakes import MISTAKES
+from shardwright.audit.mistakes.mistake_table import MISTAKES
 from tests.unit.audit.test_hypotheses import PLANTED
 from tests.unit.audit.test_preference_pairs import PAIR_MISTAKES
 from tests.unit.audit.test_router_losses import FACTORS, FITTED_MISTAKES, SHARED_FACTORS

@@ -10,7 +10,7 @@ from shardwright.cli.output.data_progress import show_data_progress
 
 
 def test_warnings_are_shown_after_the_bar(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("shardwright.data.file_listing")
+    log = logging.getLogger("shardwright.data.sources.file_listing")
     with caplog.at_level(logging.INFO, logger="shardwright"):
         with show_data_progress():
             log.warning("a file was passed over")

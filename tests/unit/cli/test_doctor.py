@@ -13,9 +13,9 @@ from rich.console import Console
 from shardwright.cli.doctor import doctor_command
 from shardwright.cli.main import run
 from shardwright.cli.output.doctor_table import print_findings
-from shardwright.doctor.collective_bandwidth import GroupTime, judge_collectives
 from shardwright.doctor.examination import CALIBRATION_SECONDS
 from shardwright.doctor.finding import Finding
+from shardwright.doctor.rates.collective_bandwidth import GroupTime, judge_collectives
 from shardwright.errors import ExitCode
 
 RANKS = tuple(range(8))

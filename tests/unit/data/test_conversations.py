@@ -131,7 +131,7 @@ def test_a_second_run_encodes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         tmp_path, write_records(tmp_path / "a.jsonl", *CHATS), validation_fraction=0.2
     )
     first = prepare_data(recipe)
-    monkeypatch.setattr("shardwright.data.tokenisation.RecordEncoder", None)
+    monkeypatch.setattr("shardwright.data.tokens.tokenisation.RecordEncoder", None)
     second = prepare_data(recipe)
     assert second.content_hash == first.content_hash
     assert second.report == first.report

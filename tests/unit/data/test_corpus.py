@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.config.data import DataSection
 from shardwright.data.corpus import Corpus, Side, scan_records, split_corpus
-from shardwright.data.file_listing import list_files
+from shardwright.data.sources.file_listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import story, write_json_lines, write_text
 

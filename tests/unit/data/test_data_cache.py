@@ -16,7 +16,7 @@ import pytest
 from shardwright.config.data import DataSource
 from shardwright.data import data_cache
 from shardwright.data.data_cache import build_once, find_cache_root, fingerprint_files
-from shardwright.data.file_listing import list_files
+from shardwright.data.sources.file_listing import list_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import write_text
 

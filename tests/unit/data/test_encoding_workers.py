@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data import encoding_workers
-from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.sources import TextPiece
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.sources.source_reader import TextPiece
+from shardwright.data.tokens import encoding_workers
+from shardwright.data.tokens.encoding_workers import encode_in_order
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from shardwright.errors import TokenizerError
 from tests.unit.data.chat_tokenizers import CHATML, NO_END, THROWS, chat_folder, turns
 

@@ -13,13 +13,16 @@ import pytest
 
 from shardwright.config import Recipe
 from shardwright.config.data import IGNORED_LABEL
-from shardwright.data import dataset_assembly, source_files, sources, tokenisation
+from shardwright.data import dataset_assembly
 from shardwright.data.dataset import TokenDataset, WindowDataset
-from shardwright.data.file_listing import list_files
 from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import prepare_data
 from shardwright.data.prepared_data import PreparedData
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.sources import source_reader
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.source_reader import source_files
+from shardwright.data.tokens import tokenisation
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, RecipeError, TokenizerError
 from tests.unit.data.recipes import build_recipe, story, write_json_lines, write_text
 from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like
@@ -212,10 +215,11 @@ def test_reading_in_pieces_gives_the_same_ids(
     ):
         whole = prepare_data(build_recipe(tmp_path / "whole", path, tokenizer=tokenizer))
         with monkeypatch.context() as patch:
-            patch.setattr(sources, "PIECE_NUM_CHARACTERS", 256)
+            patch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 256)
             recipe = build_recipe(tmp_path / "pieces", path, tokenizer=tokenizer)
             assert (
-                len(list(sources.read_files(list_files(recipe.data.sources, "data.sources")))) > 20
+                len(list(source_reader.read_files(list_files(recipe.data.sources, "data.sources"))))
+                > 20
             )
             pieces = prepare_data(recipe)
         assert isinstance(whole.train, WindowDataset)

@@ -11,10 +11,15 @@ import pyarrow.parquet
 import pytest
 
 from shardwright.config.data import DataSource
-from shardwright.data.file_listing import list_files
 from shardwright.data.records import record_files
 from shardwright.data.records.record_files import RecordRow, read_rows
-from shardwright.data.sources import BrokenRecord, TextPiece, detect_schemas, read_files
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.source_reader import (
+    BrokenRecord,
+    TextPiece,
+    detect_schemas,
+    read_files,
+)
 from shardwright.errors import DataError
 
 ROWS: list[dict[str, Any]] = [

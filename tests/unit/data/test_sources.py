@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from shardwright.config.data import DataSource
-from shardwright.data import sources
-from shardwright.data.file_listing import list_files
-from shardwright.data.sources import BrokenRecord, TextPiece, read_files
+from shardwright.data.sources import source_reader
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.source_reader import BrokenRecord, TextPiece, read_files
 from shardwright.errors import DataError
 from tests.unit.data.recipes import write_json_lines, write_text
 
@@ -40,7 +40,7 @@ def list_broken_records(*data_sources: DataSource) -> list[tuple[str, int, str]]
     ]
 
 
-def list_names(files: Sequence[sources.SourceFile]) -> list[str]:
+def list_names(files: Sequence[source_reader.SourceFile]) -> list[str]:
     return [file.name for file in files]
 
 
@@ -61,7 +61,7 @@ def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
 def test_the_pieces_of_a_large_file_join_to_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 64)
     text = ending.join(f"line {number} é" for number in range(200))
     pieces = read_sources(DataSource(path=write_text(tmp_path / "a.txt", text)))
     assert all(isinstance(piece, TextPiece) for piece in pieces)
@@ -143,7 +143,7 @@ def test_a_text_file_that_is_not_utf8_is_one_broken_record(tmp_path: Path) -> No
 def test_an_error_late_in_a_large_file_has_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 64)
     (tmp_path / "a.txt").write_bytes(b"a line\n" * 500 + b"\xff\n")
     *pieces, last = read_sources(DataSource(path=str(tmp_path / "a.txt")))
     assert isinstance(last, BrokenRecord)

@@ -13,8 +13,8 @@ import tokenizers
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.records.conversation import UnusableRecord, read_conversation
 from shardwright.data.records.supervision import EncodedRecord, RecordEncoder, SupervisedTurns
-from shardwright.data.tokenizer import Tokenizer
-from shardwright.data.tokenizer_loading import load_tokenizer, train_characters
+from shardwright.data.tokens.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer, train_characters
 from shardwright.errors import TokenizerError
 from tests.unit.data.chat_tokenizers import (
     ALWAYS_PROMPTS,

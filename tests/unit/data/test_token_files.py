@@ -18,7 +18,7 @@ from shardwright.config import Recipe
 from shardwright.data.preparation import prepare_data
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.token_files import HEADER_BYTES, read_header, read_token_file
-from shardwright.data.token_export import write_prepared_tokens
+from shardwright.data.tokens.token_export import write_prepared_tokens
 from shardwright.errors import DataError, ExitCode, TokenizerError
 from tests.unit.data.recipes import build_recipe, story, write_json_lines, write_text
 from tests.unit.data.test_streaming import build_streamed, chat_folder, read_positions

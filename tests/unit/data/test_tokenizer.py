@@ -11,8 +11,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data.tokenizer import CharacterTokenizer, FastTokenizer, Tokenizer
-from shardwright.data.tokenizer_loading import (
+from shardwright.data.tokens.tokenizer import CharacterTokenizer, FastTokenizer, Tokenizer
+from shardwright.data.tokens.tokenizer_loading import (
     END_OF_TEXT,
     load_tokenizer,
     train_bpe,

@@ -20,13 +20,14 @@ import pytest
 
 from shardwright import files
 from shardwright.config.data import DataSource
-from shardwright.data import sources, token_store, tokenizer_loading
-from shardwright.data.file_listing import list_files
 from shardwright.data.preparation import prepare_data
 from shardwright.data.records import record_files
 from shardwright.data.records.record_files import read_rows
-from shardwright.data.sources import BrokenRecord, TextPiece, read_files
-from shardwright.data.tokenizer_loading import train_bpe
+from shardwright.data.sources import source_reader
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.source_reader import BrokenRecord, TextPiece, read_files
+from shardwright.data.tokens import token_store, tokenizer_loading
+from shardwright.data.tokens.tokenizer_loading import train_bpe
 from shardwright.errors import DataError, InputError
 from tests.unit.data.recipes import build_recipe, story, write_json_lines
 from tests.unit.data.test_tokenizer import save_folder, sentencepiece_like
@@ -177,8 +178,8 @@ def test_a_line_that_does_not_end_is_an_error(
 def test_text_that_cannot_be_split_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
-    monkeypatch.setattr(sources, "MAX_UNSPLIT_CHARACTERS", 4000)
+    monkeypatch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(source_reader, "MAX_UNSPLIT_CHARACTERS", 4000)
     path = tmp_path / "a.txt"
     path.write_text("some words\n" * 3 + "x" * 5000)
     message = prepare_and_get_error(tmp_path, str(path))
@@ -213,7 +214,7 @@ def test_long_records_in_pieces_give_the_same_ids_as_whole_records(
     )
     tokenizer = {"kind": "bpe", "vocab_size": 350}
     whole = prepare_data(build_recipe(tmp_path / "whole", path, tokenizer=tokenizer))
-    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 16)
+    monkeypatch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 16)
     pieces = prepare_data(build_recipe(tmp_path / "pieces", path, tokenizer=tokenizer))
     assert pieces.train.tokens.tolist() == whole.train.tokens.tolist()  # type: ignore[attr-defined]
     assert pieces.report.train.counts.num_documents == 2
@@ -222,7 +223,7 @@ def test_long_records_in_pieces_give_the_same_ids_as_whole_records(
 def test_a_tokenizer_that_needs_whole_documents_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE_NUM_CHARACTERS", 64)
+    monkeypatch.setattr(source_reader, "PIECE_NUM_CHARACTERS", 64)
     monkeypatch.setattr(token_store, "MAX_RECORD_BYTES", 1000)
     fast = sentencepiece_like()
     fast.pre_tokenizer = None
@@ -292,7 +293,7 @@ def test_rows_of_large_texts_are_read_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_files, "_MAX_BATCH_BYTES", 1000)
-    monkeypatch.setattr(sources, "MAX_RECORD_BYTES", 3000)
+    monkeypatch.setattr(source_reader, "MAX_RECORD_BYTES", 3000)
     texts = ["short", "word " * 300, "word " * 900]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     items = list(

@@ -12,11 +12,11 @@ import torch
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.doctor.cluster_profile import build_profile, build_request
-from shardwright.doctor.device_rates import AttentionWorkload, time_attention
 from shardwright.doctor.diagnosis import Diagnosis
-from shardwright.doctor.elementwise import time_elementwise
 from shardwright.doctor.examination import ExaminationRequest
+from shardwright.doctor.rates.cluster_profile import build_profile, build_request
+from shardwright.doctor.rates.device_rates import AttentionWorkload, time_attention
+from shardwright.doctor.rates.elementwise import time_elementwise
 from shardwright.errors import InputError
 from shardwright.hardware import (
     AttentionRate,

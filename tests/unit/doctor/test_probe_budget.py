@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.doctor import device_rates, elementwise, probe_budget
-from shardwright.doctor.cluster_profile import build_profile, build_request
-from shardwright.doctor.device_rates import (
+from shardwright.doctor import probe_budget
+from shardwright.doctor.diagnosis import Diagnosis, examine
+from shardwright.doctor.examination import ExaminationRequest
+from shardwright.doctor.finding import Finding
+from shardwright.doctor.rates import device_rates, elementwise
+from shardwright.doctor.rates.cluster_profile import build_profile, build_request
+from shardwright.doctor.rates.device_rates import (
     AttentionWorkload,
     measure_best_seconds,
     reduce_attention,
     time_squares,
 )
-from shardwright.doctor.diagnosis import Diagnosis, examine
-from shardwright.doctor.examination import ExaminationRequest
-from shardwright.doctor.finding import Finding
 from shardwright.hardware import (
     AttentionRate,
     ElementwiseRate,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwright.doctor import scaled_rates
-from shardwright.doctor.scaled_rates import (
+from shardwright.doctor.rates import scaled_rates
+from shardwright.doctor.rates.scaled_rates import (
     MEASURED_RECIPES,
     ScaledRate,
     judge_scaled_products,

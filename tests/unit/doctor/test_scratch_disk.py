@@ -12,12 +12,12 @@ import pytest
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.doctor import scratch_disk
-from shardwright.doctor.cluster_profile import build_profile, build_request
 from shardwright.doctor.diagnosis import examine
 from shardwright.doctor.examination import ExaminationRequest
-from shardwright.doctor.scratch_disk import ScratchRate, judge_scratch, measure_scratch
-from shardwright.doctor.tier_rates import build_tiers
+from shardwright.doctor.rates import scratch_disk
+from shardwright.doctor.rates.cluster_profile import build_profile, build_request
+from shardwright.doctor.rates.scratch_disk import ScratchRate, judge_scratch, measure_scratch
+from shardwright.doctor.rates.tier_rates import build_tiers
 from shardwright.hardware import TierRates
 from shardwright.layout import Layout
 

@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.doctor.collective_bandwidth import (
-    GroupTime,
-    judge_collectives,
-    list_axis_groups,
-    merge_group_times,
-    round_message_bytes,
-)
 from shardwright.doctor.correctness import (
     CollectiveCheck,
     WrongCollectiveResult,
     build_pattern,
     judge_correctness,
 )
-from shardwright.doctor.device_rates import CopyRate
 from shardwright.doctor.examination import RankExamination, judge_missing_reports
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.host import Host, judge_hosts
-from shardwright.doctor.link_bandwidth import LinkTime, judge_links, pair_ranks
 from shardwright.doctor.probe_budget import Omission, build_omission_findings
-from shardwright.doctor.rate_findings import judge_copies, judge_matmuls
+from shardwright.doctor.rates.collective_bandwidth import (
+    GroupTime,
+    judge_collectives,
+    list_axis_groups,
+    merge_group_times,
+    round_message_bytes,
+)
+from shardwright.doctor.rates.device_rates import CopyRate
+from shardwright.doctor.rates.link_bandwidth import LinkTime, judge_links, pair_ranks
+from shardwright.doctor.rates.rate_findings import judge_copies, judge_matmuls
 from shardwright.doctor.rendezvous import RankLocation, judge_clocks
 from shardwright.doctor.software import Software, judge_software
 from shardwright.doctor.storage import (

@@ -15,8 +15,8 @@ from shardwright.data.loader import collate
 from shardwright.data.preparation import prepare_data
 from shardwright.data.records.chat_template import load_chat_template
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.tokenizer import Tokenizer
-from shardwright.data.tokenizer_loading import load_tokenizer
+from shardwright.data.tokens.tokenizer import Tokenizer
+from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, ExitCode
 from shardwright.inference.exact_match import (
     DEFAULT_PATTERN,

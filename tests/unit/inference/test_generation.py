@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from shardwright.architecture import read_config
-from shardwright.data.tokenizer import CharacterTokenizer
-from shardwright.data.tokenizer_loading import train_bpe
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer_loading import train_bpe
 from shardwright.errors import InputError, TokenizerError
 from shardwright.inference.generation import (
     SamplingSettings,

@@ -14,7 +14,7 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.integrity import VerifiedCheckpoint
 from shardwright.checkpoint.manifest import Manifest, StoredSlice, TensorEntry
 from shardwright.checkpoint.tensor_loading import read_tensor
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.inference.model_source import (
     load_decoder,

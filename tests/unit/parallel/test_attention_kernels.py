@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.model.dropout import Dropout
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     ExplicitKernel,
     PartialAttention,
@@ -17,7 +17,7 @@ from shardwright.parallel.attention_kernels import (
     TileVisibility,
     merge_partial,
 )
-from shardwright.parallel.tile_kernels import choose_kernel
+from shardwright.parallel.context.tile_kernels import choose_kernel
 
 SCORES = ScoreSettings(scale=0.4)
 RANDOM = torch.Generator().manual_seed(4)

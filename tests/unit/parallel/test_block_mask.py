@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwright.parallel.block_mask import RowChunks, Visibility
+from shardwright.parallel.context.block_mask import RowChunks, Visibility
 
 CPU = torch.device("cpu")
 

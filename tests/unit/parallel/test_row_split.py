@@ -16,7 +16,7 @@ from shardwright.layout.context_method import (
     check_context_parallel,
     count_chunks_by_work,
 )
-from shardwright.parallel.row_split import assign_chunks_by_work, count_visible_keys
+from shardwright.parallel.context.row_split import assign_chunks_by_work, count_visible_keys
 
 
 @given(

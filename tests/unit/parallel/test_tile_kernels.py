@@ -16,22 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from shardwright.parallel import tile_kernels
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.context import tile_kernels
+from shardwright.parallel.context.attention_kernels import (
     CudaFlashKernel,
     ExplicitKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
 )
-from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import (
+from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.ring_attention import (
     RowAttentionSettings,
     RowRanks,
     compute_row_gradients,
     compute_row_output,
 )
-from shardwright.parallel.tile_kernels import CudnnKernel, agrees_with_flash, choose_kernel
+from shardwright.parallel.context.tile_kernels import CudnnKernel, agrees_with_flash, choose_kernel
 
 SCORES = ScoreSettings(scale=0.3)
 RANDOM = torch.Generator().manual_seed(4)
@@ -174,7 +174,7 @@ def test_a_row_of_tiles_equals_dense_attention(monkeypatch: pytest.MonkeyPatch) 
     )
     places_T = settings.row_chunks.token_indices((2, 0, 3, 1), q.device)
     visible_TT = places_T[:, None] >= places_T
-    module = "shardwright.parallel.ring_attention"
+    module = "shardwright.parallel.context.ring_attention"
     monkeypatch.setattr(f"{module}.choose_kernel", lambda *_, **__: CudnnKernel())
     expected = F.scaled_dot_product_attention(q, k, v, visible_TT, scale=0.3, enable_gqa=True)
     d_out = draw(1, 4, 16, 8)

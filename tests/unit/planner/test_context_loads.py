@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardwright.layout import Layout
 from shardwright.layout.context_method import assign_chunks, count_chunks_by_work
-from shardwright.parallel.row_split import assign_chunks_by_work
-from shardwright.parallel.row_split import count_visible_keys as count_keys_of_ids
+from shardwright.parallel.context.row_split import assign_chunks_by_work
+from shardwright.parallel.context.row_split import count_visible_keys as count_keys_of_ids
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.context_loads import (
     assign_context_chunks,

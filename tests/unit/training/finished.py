@@ -11,7 +11,7 @@ from shardwright.architecture import ModelShape, read_config
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.config import Recipe
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.model.weight_init import initialise_parameter
 from tests.unit.checkpoint.sample_values import make_run_values
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.architecture import read_config
 from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.config import Recipe
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.inference.model_source import find_checkpoint, open_model_source
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter

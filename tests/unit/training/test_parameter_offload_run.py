@@ -15,7 +15,7 @@ import torch
 from shardwright.architecture import read_config
 from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
-from shardwright.data.tokenizer import CharacterTokenizer
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.hf.hf_weights import WEIGHTS_FILE_NAME

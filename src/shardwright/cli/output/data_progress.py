@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from shardwright.cli.output.console import open_console
-from shardwright.data.source_files import ProgressCallback as OnProgress
+from shardwright.data.sources.source_files import ProgressCallback as OnProgress
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwright.data.records.chat_template import ChatTemplate, TurnSpan
 from shardwright.data.records.conversation import UnusableRecord
-from shardwright.data.tokenizer import IdArray, Tokenizer
+from shardwright.data.tokens.tokenizer import IdArray, Tokenizer
 from shardwright.errors import TokenizerError
 
 SupervisedTurns = Literal["assistant", "last", "all"]

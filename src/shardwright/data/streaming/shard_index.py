@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.data_cache import compute_key
-from shardwright.data.source_files import ProgressCallback
+from shardwright.data.sources.source_files import ProgressCallback
 from shardwright.data.streaming.shard_cache import Reservation, ShardCache, ShardLease
 from shardwright.data.streaming.shard_listing import SourceShard, compute_shard_key
 from shardwright.data.streaming.shard_tokens import (

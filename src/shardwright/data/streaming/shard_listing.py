@@ -10,20 +10,20 @@ from typing import Any
 
 from shardwright.config.data import DataSource
 from shardwright.data.data_cache import compute_key
-from shardwright.data.file_listing import (
+from shardwright.data.sources.file_listing import (
     METADATA_FILES,
     build_source_file,
     check_shard_names,
     is_hidden,
     list_files,
 )
-from shardwright.data.remote_sources import (
+from shardwright.data.sources.remote_sources import (
     RemoteFile,
     get_content_tag,
     is_remote,
     list_remote_files,
 )
-from shardwright.data.sources import SourceFile
+from shardwright.data.sources.source_reader import SourceFile
 from shardwright.errors import DataError
 from shardwright.store_requests import convert_error, send_request
 

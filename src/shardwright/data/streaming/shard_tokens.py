@@ -26,17 +26,17 @@ from shardwright.data.corpus import (
 from shardwright.data.data_checks import check_token_files
 from shardwright.data.dataset import WindowDataset
 from shardwright.data.dataset_assembly import PackingKind
-from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.data.records.chat_template import ChatTemplate
 from shardwright.data.records.preference_pairs import pack_pairs
 from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.sample_order import mix_bits
-from shardwright.data.sources import BrokenRecord
+from shardwright.data.sources.source_reader import BrokenRecord
 from shardwright.data.streaming.shard_cache import Reservation
 from shardwright.data.streaming.shard_listing import SourceShard
-from shardwright.data.token_store import TokenCounts, TokenStore, open_tokens, write_tokens
-from shardwright.data.tokenizer import Tokenizer
+from shardwright.data.tokens.encoding_workers import encode_in_order
+from shardwright.data.tokens.token_store import TokenCounts, TokenStore, open_tokens, write_tokens
+from shardwright.data.tokens.tokenizer import Tokenizer
 
 _SIDE = "train"
 _PACKING_FILE = "packing.npz"

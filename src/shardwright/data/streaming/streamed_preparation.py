@@ -32,19 +32,18 @@ from shardwright.data.data_checks import (
 from shardwright.data.data_report import (
     DataReport,
     compute_shares,
+    describe_encoding,
     describe_side,
     describe_sources,
 )
 from shardwright.data.dataset import TokenDataset
 from shardwright.data.dataset_assembly import choose_packing, open_dataset
-from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.records.record_formats import RecordSchema
 from shardwright.data.records.supervision import RecordEncoder
 from shardwright.data.scheduled_mixture import build_weight_schedule, describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback, SourceFiles
-from shardwright.data.sources import (
-    BrokenRecord,
+from shardwright.data.sources.source_files import ProgressCallback, SourceFiles
+from shardwright.data.sources.source_reader import (
     SourceFile,
     detect_schemas,
     read_first_rows,
@@ -54,9 +53,10 @@ from shardwright.data.streaming.shard_index import ShardIndex
 from shardwright.data.streaming.shard_listing import SourceShard, list_shards
 from shardwright.data.streaming.shard_tokens import ShardBuilder, describe_settings
 from shardwright.data.streaming.streamed_training import open_streamed_training
-from shardwright.data.token_store import TokenCounts, open_tokens, write_tokens
-from shardwright.data.tokenisation import CACHE_VERSION, load_given_tokenizer, load_template
-from shardwright.data.tokenizer import AbsentTokenizer, FastTokenizer
+from shardwright.data.tokens.encoding_workers import encode_in_order
+from shardwright.data.tokens.token_store import TokenCounts, open_tokens, write_tokens
+from shardwright.data.tokens.tokenisation import CACHE_VERSION, load_given_tokenizer, load_template
+from shardwright.data.tokens.tokenizer import FastTokenizer
 from shardwright.errors import DataError, TokenizerError
 
 _STATISTICS_FILE = "records.json"
@@ -97,8 +97,7 @@ def prepare_streamed_data(
         key, folder = _tokenise_validation(sources)
         saved = json.loads((folder / _STATISTICS_FILE).read_text(encoding="utf-8"))
         num_duplicates = saved.pop("num_duplicates")
-        broken = tuple(BrokenRecord(**item) for item in saved.pop("broken"))
-        statistics.append(RecordStatistics(**saved, broken=broken))
+        statistics.append(RecordStatistics.from_dict(saved))
         store = open_tokens(folder, "validation")
         counts["validation"] = store.counts
     check_records(statistics, recipe)
@@ -115,15 +114,8 @@ def prepare_streamed_data(
         num_files=len(index.shards) + len(sources.files.validation),
         records=sum_statistics(statistics),
         num_duplicates_dropped=num_duplicates,
-        tokenizer_kind=tokenizer.kind
-        if isinstance(tokenizer, AbsentTokenizer)
-        else recipe.tokenizer.kind,
-        vocab_size=tokenizer.vocab_size,
         packing=builder.packing,
-        supervise=recipe.data.supervise if builder.has_records else None,
-        template=None
-        if builder.template is None
-        else recipe.data.chat_template or "the tokenizer's own",
+        **describe_encoding(recipe, tokenizer, builder.template, has_records=builder.has_records),
         sources=describe_sources(
             recipe.data.sources,
             [shard.file for shard in index.shards],

@@ -13,7 +13,7 @@ from shardwright.data.scheduled_mixture import ScheduledMixture, WeightSchedule
 from shardwright.data.streaming.shard_index import ShardIndex
 from shardwright.data.streaming.shard_tokens import ShardEntry, compute_padding_fraction
 from shardwright.data.streaming.streamed_dataset import StreamedDataset
-from shardwright.data.token_store import TokenCounts
+from shardwright.data.tokens.token_store import TokenCounts
 from shardwright.errors import DataError
 
 

@@ -23,7 +23,7 @@ from shardwright.config import Recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
-from shardwright.data.source_files import ProgressCallback
+from shardwright.data.sources.source_files import ProgressCallback
 from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import (
     choose_compilation_here,
@@ -161,14 +161,7 @@ def validate_run(
     plan = complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
     plan = resolve_async_tensor_parallel(recipe, plan)
     plan = resolve_recompute_here(recipe, plan)
-    recipe = recipe.model_copy(
-        update={
-            "precision": plan.precision,
-            "model": recipe.model.model_copy(
-                update={"compile": plan.is_compiled, "fused_pointwise": plan.pointwise.kind}
-            ),
-        }
-    )
+    recipe = _replace_auto_values(recipe, plan)
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
@@ -183,25 +176,10 @@ def validate_run(
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
     if has_short_rows(recipe, layout, data.report.packing, rules, is_compiled=plan.is_compiled):
         plan = pad_to_longest_row(plan, recipe.data.pad_to_multiple_of)
+    _check_work_balance(recipe, data)
     if recipe.data.assignment == "work":
-        if data.report.packing == "windows":
-            raise RecipeError(
-                "all windows have the same work",
-                field="data.assignment",
-                got=recipe.data.assignment,
-                allowed="length",
-                remedy="Remove it, or use packing: documents",
-            )
         has_documents = data.train.get_sample(0).document_ids is not None
         plan = balance_work(plan, has_documents=has_documents)
-    if layout.cp_split == "work" and data.train.get_sample(0).document_ids is None:
-        raise RecipeError(
-            "zigzag already gives every rank the same work on rows of one document",
-            field="layout.cp_split",
-            got="work",
-            allowed="zigzag",
-            remedy="Remove it, or use data.packing: documents",
-        )
     if recipe.model.keep_zeros and shape.adapters is not None:
         raise RecipeError(
             "adapters leave the model's zeros unchanged, but merging them makes the zeros nonzero",
@@ -224,6 +202,33 @@ def validate_run(
         total_steps=count_steps(recipe.training, len(data.train), plan.batch.global_batch_size),
         frozen_names=frozen,
     )
+
+
+def _replace_auto_values(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the precision and the compilation that the plan chose."""
+    choices = {"compile": plan.is_compiled, "fused_pointwise": plan.pointwise.kind}
+    model = recipe.model.model_copy(update=choices)
+    return recipe.model_copy(update={"precision": plan.precision, "model": model})
+
+
+def _check_work_balance(recipe: Recipe, data: PreparedData) -> None:
+    """Check that rows differ in work if the recipe asks to distribute them by work."""
+    if recipe.data.assignment == "work" and data.report.packing == "windows":
+        raise RecipeError(
+            "all windows have the same work",
+            field="data.assignment",
+            got=recipe.data.assignment,
+            allowed="length",
+            remedy="Remove it, or use packing: documents",
+        )
+    if recipe.layout.cp_split == "work" and data.train.get_sample(0).document_ids is None:
+        raise RecipeError(
+            "zigzag already gives every rank the same work on rows of one document",
+            field="layout.cp_split",
+            got="work",
+            allowed="zigzag",
+            remedy="Remove it, or use data.packing: documents",
+        )
 
 
 def _describe_precision(recipe: Recipe) -> str:

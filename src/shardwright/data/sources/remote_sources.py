@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from shardwright.config.data import DataSource
 from shardwright.data.data_cache import build_once, compute_key
-from shardwright.data.file_listing import METADATA_FILES, is_selected
+from shardwright.data.sources.file_listing import METADATA_FILES, is_selected
 from shardwright.errors import DataError
 from shardwright.store_requests import convert_error, open_file_system, send_request
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from shardwright.data.records.conversation import UnusableRecord
 from shardwright.data.records.supervision import EncodedRecord, RecordEncoder
-from shardwright.data.sources import TextPiece
+from shardwright.data.sources.source_reader import TextPiece
 from shardwright.errors import DataError
 
 RECORDS_PER_BATCH = 64

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.parallel.attention_kernels import TileVisibility
+from shardwright.parallel.context.attention_kernels import TileVisibility
 
 
 class Visibility(Enum):

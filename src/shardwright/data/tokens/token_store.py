@@ -25,8 +25,8 @@ import numpy.typing as npt
 from shardwright.data.corpus import ReadCallback
 from shardwright.data.records.record_files import MAX_RECORD_BYTES
 from shardwright.data.records.supervision import EncodedRecord
-from shardwright.data.sources import PIECE_NUM_CHARACTERS, BrokenRecord, TextPiece
-from shardwright.data.tokenizer import IdArray, Tokenizer
+from shardwright.data.sources.source_reader import PIECE_NUM_CHARACTERS, BrokenRecord, TextPiece
+from shardwright.data.tokens.tokenizer import IdArray, Tokenizer
 from shardwright.errors import DataError, TokenizerError
 
 _MIN_BATCH_NUM_CHARACTERS = 2 * 1024**2

@@ -11,10 +11,10 @@ from shardwright.config.data import DataSource
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Corpus, ReadCallback, Side, scan_records, split_corpus
 from shardwright.data.data_cache import compute_key, find_cache_root, fingerprint_files
-from shardwright.data.file_listing import list_files
 from shardwright.data.records.record_formats import extract_texts
-from shardwright.data.remote_sources import fetch_sources
-from shardwright.data.sources import SourceFile, detect_schemas
+from shardwright.data.sources.file_listing import list_files
+from shardwright.data.sources.remote_sources import fetch_sources
+from shardwright.data.sources.source_reader import SourceFile, detect_schemas
 
 ProgressCallback = Callable[[str, int, int], None]
 """Callback for progress: (stage, done, total), approximately in characters."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from shardwright.data.tokenizer import (
+from shardwright.data.tokens.tokenizer import (
     CHARACTER_SPLIT,
     AbsentTokenizer,
     CharacterTokenizer,

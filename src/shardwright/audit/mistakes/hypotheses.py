@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
-from shardwright.audit.candidates import GradientCandidate, find_wrong
-from shardwright.audit.computation_mistakes import (
+from shardwright.audit.evidence import Evidence
+from shardwright.audit.mistakes.candidates import GradientCandidate, find_wrong
+from shardwright.audit.mistakes.computation_mistakes import (
     iterate_faults,
     iterate_router_computations,
     iterate_smoothing,
 )
-from shardwright.audit.evidence import Evidence
-from shardwright.audit.mistakes import MISTAKES, Mistake
-from shardwright.audit.parameter_mistakes import (
+from shardwright.audit.mistakes.mistake_table import MISTAKES, Mistake
+from shardwright.audit.mistakes.parameter_mistakes import (
     iterate_added_parameters,
     iterate_parameter_mistakes,
 )
-from shardwright.audit.shared_rows import (
+from shardwright.audit.mistakes.shared_rows import (
     iterate_context_means,
     iterate_shared_factors,
     iterate_shared_router_losses,
 )
-from shardwright.audit.weightings import (
+from shardwright.audit.mistakes.weightings import (
     compute_objective_weights,
     iterate_normalisers,
     iterate_omissions,
     iterate_router_factors,
 )
-from shardwright.audit.wrong_readings import list_reading_mistakes, list_readings
+from shardwright.audit.mistakes.wrong_readings import list_reading_mistakes, list_readings
 
 _LOW_PRECISION_RATIO = 0.4
 """Residual after over before, for a mistake that is itself a rounding error."""

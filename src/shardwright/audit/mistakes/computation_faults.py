@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.audit.expert_faults import limit_capacity, slice_features
-from shardwright.audit.fault import ComputationFault, FaultNotApplicable, TokenPlaces
+from shardwright.audit.mistakes.expert_faults import limit_capacity, slice_features
+from shardwright.audit.mistakes.fault import ComputationFault, FaultNotApplicable, TokenPlaces
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.model.hf.hf_module import replace_attention
 

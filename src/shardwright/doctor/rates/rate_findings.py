@@ -7,9 +7,9 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from shardwright.doctor.device_rates import SQUARE_SIDES, CopyRate
 from shardwright.doctor.finding import Finding, find_worst_verdict, format_ranks, grade_share
 from shardwright.doctor.outliers import choose_thresholds, find_outliers
+from shardwright.doctor.rates.device_rates import SQUARE_SIDES, CopyRate
 from shardwright.errors import InputError
 from shardwright.hardware import MatmulRate, find_link
 from shardwright.hardware.catalog_loading import find_accelerator

@@ -13,13 +13,13 @@ from typing import Any
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Side
 from shardwright.data.data_cache import compute_key
-from shardwright.data.encoding_workers import encode_in_order
 from shardwright.data.records.chat_template import ChatTemplate, load_chat_template
 from shardwright.data.records.supervision import RecordEncoder
-from shardwright.data.source_files import SourceFiles
-from shardwright.data.token_store import EncodeRecords, write_tokens
-from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
-from shardwright.data.tokenizer_loading import (
+from shardwright.data.sources.source_files import SourceFiles
+from shardwright.data.tokens.encoding_workers import encode_in_order
+from shardwright.data.tokens.token_store import EncodeRecords, write_tokens
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
+from shardwright.data.tokens.tokenizer_loading import (
     END_OF_TEXT,
     has_tokenizer,
     load_tokenizer,

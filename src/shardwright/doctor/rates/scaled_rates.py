@@ -13,9 +13,9 @@ from statistics import median
 import torch
 
 from shardwright.config.low_precision import LowPrecisionRecipe
-from shardwright.doctor.device_rates import measure_best_seconds
 from shardwright.doctor.finding import Finding
-from shardwright.doctor.rate_findings import SECTION, judge_slow_ranks
+from shardwright.doctor.rates.device_rates import measure_best_seconds
+from shardwright.doctor.rates.rate_findings import SECTION, judge_slow_ranks
 from shardwright.hardware import MatmulRate
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel

@@ -5,8 +5,8 @@ Numbers are those of docs/silent-bugs.md; links are issues and pull requests.
 
 from __future__ import annotations
 
-from shardwright.audit.known_mistake import Mistake
-from shardwright.audit.model_mistakes import MODEL_MISTAKES
+from shardwright.audit.mistakes.known_mistake import Mistake
+from shardwright.audit.mistakes.model_mistakes import MODEL_MISTAKES
 
 _SUM_TOKENS = (
     "Count the supervised tokens of all micro-batches on all ranks first, and divide every summed "

@@ -12,7 +12,7 @@ from statistics import mean
 import torch
 import torch.distributed as dist
 
-from shardwright.doctor.device_rates import DTYPES, measure_best_seconds
+from shardwright.doctor.rates.device_rates import DTYPES, measure_best_seconds
 from shardwright.hardware import ElementwiseRate
 from shardwright.model.mlp import apply_gate
 from shardwright.model.norms import RMSNorm

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from shardwright.doctor import device_rates, elementwise
 from shardwright.doctor.probe_budget import Omission, TimeBudget
+from shardwright.doctor.rates import device_rates, elementwise
 from shardwright.hardware import AttentionRate, ElementwiseRate, MatmulRate
 
 _ROUNDS_SECONDS = 0.25

@@ -24,17 +24,17 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.run import DeviceKind
 from shardwright.data.data_cache import find_cache_root
-from shardwright.doctor.collective_bandwidth import COLLECTIVE_KINDS, list_axis_groups
-from shardwright.doctor.device_rates import (
+from shardwright.doctor.diagnosis import Diagnosis
+from shardwright.doctor.examination import CALIBRATION_SECONDS, ExaminationRequest
+from shardwright.doctor.rates.collective_bandwidth import COLLECTIVE_KINDS, list_axis_groups
+from shardwright.doctor.rates.device_rates import (
     AttentionWorkload,
     MatmulShape,
     reduce_attention,
     reduce_matmul,
 )
-from shardwright.doctor.diagnosis import Diagnosis
-from shardwright.doctor.examination import CALIBRATION_SECONDS, ExaminationRequest
+from shardwright.doctor.rates.tier_rates import build_tiers, choose_scratch_folder
 from shardwright.doctor.storage import OutputFolder
-from shardwright.doctor.tier_rates import build_tiers, choose_scratch_folder
 from shardwright.errors import InputError
 from shardwright.hardware import (
     AttentionRate,

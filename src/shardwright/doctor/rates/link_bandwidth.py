@@ -15,10 +15,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from shardwright.doctor.collective_bandwidth import send_or_receive
 from shardwright.doctor.finding import Finding, Verdict, find_worst_verdict, format_ranks
 from shardwright.doctor.outliers import LINK_THRESHOLDS, Outlier, find_outliers
 from shardwright.doctor.probe_budget import TimeBudget
+from shardwright.doctor.rates.collective_bandwidth import send_or_receive
 from shardwright.doctor.rendezvous import RankLocation
 
 SECTION = "links"

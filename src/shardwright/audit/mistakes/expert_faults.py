@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.audit.fault import ComputationFault, FaultNotApplicable, TokenPlaces
+from shardwright.audit.mistakes.fault import ComputationFault, FaultNotApplicable, TokenPlaces
 
 
 @contextlib.contextmanager

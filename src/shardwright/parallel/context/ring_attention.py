@@ -24,17 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
+from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.context.attention_kernels import (
     AttentionKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
     merge_partial,
 )
-from shardwright.parallel.block_mask import AttentionTile, RowChunks
-from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
-from shardwright.parallel.comm_timing import time_wait
-from shardwright.parallel.tile_kernels import choose_kernel
+from shardwright.parallel.context.block_mask import AttentionTile, RowChunks
+from shardwright.parallel.context.tile_kernels import choose_kernel
 
 KeyValuePair = tuple[Tensor, Tensor]
 

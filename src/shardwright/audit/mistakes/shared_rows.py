@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 
 from shardwright.audit.batch_reading import BatchReading, ContextPart
-from shardwright.audit.candidates import GradientCandidate
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.weightings import compute_objective_weights
+from shardwright.audit.mistakes.candidates import GradientCandidate
+from shardwright.audit.mistakes.weightings import compute_objective_weights
 
 
 def list_sharing_degrees(evidence: Evidence) -> list[int]:

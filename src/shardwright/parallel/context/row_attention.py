@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.model.dropout import Dropout
-from shardwright.parallel.attention_kernels import ScoreSettings
-from shardwright.parallel.block_mask import RowChunks
-from shardwright.parallel.ring_attention import (
+from shardwright.parallel.context.attention_kernels import ScoreSettings
+from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.ring_attention import (
     RowAttentionSettings,
     RowRanks,
     compute_row_gradients,

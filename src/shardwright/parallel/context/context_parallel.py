@@ -25,13 +25,13 @@ from shardwright.layout.context_method import (
 from shardwright.model.attention.fused_attention import AttentionSettings, LayerKernel, attend_fused
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
-from shardwright.parallel.attention_kernels import ScoreSettings
-from shardwright.parallel.block_mask import RowChunks
+from shardwright.parallel.context.attention_kernels import ScoreSettings
+from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.ring_attention import RowAttentionSettings, RowRanks
+from shardwright.parallel.context.row_attention import attend_row
+from shardwright.parallel.context.row_split import assign_chunks_by_work, count_visible_keys
+from shardwright.parallel.context.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.ring_attention import RowAttentionSettings, RowRanks
-from shardwright.parallel.row_attention import attend_row
-from shardwright.parallel.row_split import assign_chunks_by_work, count_visible_keys
-from shardwright.parallel.ulysses import exchange_to_heads, exchange_to_tokens
 from shardwright.placement import Placement
 
 logger = logging.getLogger(__name__)

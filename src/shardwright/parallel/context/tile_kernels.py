@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
-from shardwright.parallel.attention_kernels import (
+from shardwright.parallel.context.attention_kernels import (
     AttentionGradients,
     AttentionKernel,
     CpuFlashKernel,

@@ -18,9 +18,9 @@ from shardwright.data.records.token_files import (
     format_file_name,
     write_token_file,
 )
-from shardwright.data.remote_sources import is_remote
-from shardwright.data.token_store import TokenStore
-from shardwright.data.tokenizer import AbsentTokenizer, Tokenizer
+from shardwright.data.sources.remote_sources import is_remote
+from shardwright.data.tokens.token_store import TokenStore
+from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import DataError
 from shardwright.store_requests import convert_error, has_buckets, open_file_system, send_request
 

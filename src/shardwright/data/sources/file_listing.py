@@ -25,7 +25,7 @@ from shardwright.data.records.sample_archives import (
 )
 from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
 from shardwright.data.records.token_files import find_missing_files
-from shardwright.data.sources import COLUMNAR_FORMATS, SourceFile
+from shardwright.data.sources.source_reader import COLUMNAR_FORMATS, SourceFile
 from shardwright.errors import DataError
 from shardwright.files import FileKind, detect_file_kind, read_text
 
@@ -205,14 +205,7 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                     irregular.append(f"{relative_path} (a {kind})")
             elif name not in METADATA_FILES:
                 skipped[Path(name).suffix or name] += 1
-    if irregular:
-        more = f" and {len(irregular) - 8} more" if len(irregular) > 8 else ""
-        logger.warning(
-            "%s: skipped, because they are not regular files: %s%s",
-            field,
-            ", ".join(sorted(irregular)[:8]),
-            more,
-        )
+    _log_irregular_files(irregular, field)
     if not files:
         raise DataError(
             f"no file in the folder matches {source.glob!r}"
@@ -228,12 +221,26 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
             else "The folder is empty",
         )
     if skipped and not source.glob and source.format == "auto":
-        counts = ", ".join(f"{number} {suffix}" for suffix, number in sorted(skipped.items())[:8])
-        logger.warning(
-            "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)", field, counts
-        )
+        _log_unsupported_files(skipped, field)
     check_shard_names(source, [file.name for file in files], field)
     return sorted(files, key=lambda file: Path(file.name).parts)
+
+
+def _log_irregular_files(names: list[str], field: str) -> None:
+    if names:
+        logger.warning(
+            "%s: skipped, because they are not regular files: %s%s",
+            field,
+            ", ".join(sorted(names)[:8]),
+            f" and {len(names) - 8} more" if len(names) > 8 else "",
+        )
+
+
+def _log_unsupported_files(counts: Counter[str], field: str) -> None:
+    listing = ", ".join(f"{number} {suffix}" for suffix, number in sorted(counts.items())[:8])
+    logger.warning(
+        "%s: skipped files of unsupported formats: %s (see `glob` and `exclude`)", field, listing
+    )
 
 
 def check_shard_names(source: DataSource, names: Collection[str], field: str) -> None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwright.audit.candidates import GradientCandidate
-from shardwright.audit.computation_faults import FAULT_MISTAKES
 from shardwright.audit.evidence import Evidence
-from shardwright.audit.fault import ComputationFault, FaultNotApplicable
-from shardwright.audit.shared_rows import list_sharing_degrees
-from shardwright.audit.weightings import (
+from shardwright.audit.mistakes.candidates import GradientCandidate
+from shardwright.audit.mistakes.computation_faults import FAULT_MISTAKES
+from shardwright.audit.mistakes.fault import ComputationFault, FaultNotApplicable
+from shardwright.audit.mistakes.shared_rows import list_sharing_degrees
+from shardwright.audit.mistakes.weightings import (
     compute_objective_weights,
     compute_router_weights,
     iterate_normalisers,

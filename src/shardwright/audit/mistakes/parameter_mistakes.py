@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwright.audit.batch_reading import BatchReading
-from shardwright.audit.candidates import (
+from shardwright.audit.evidence import Evidence
+from shardwright.audit.mistakes.candidates import (
     GradientCandidate,
     classify_parameter,
     describe_subset,
     find_wrong,
 )
-from shardwright.audit.evidence import Evidence
-from shardwright.audit.mistakes import MISTAKES
-from shardwright.audit.weightings import compute_objective_weights, iterate_omissions
+from shardwright.audit.mistakes.mistake_table import MISTAKES
+from shardwright.audit.mistakes.weightings import compute_objective_weights, iterate_omissions
 
 
 def iterate_parameter_mistakes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.audit.known_mistake import Mistake
+from shardwright.audit.mistakes.known_mistake import Mistake
 
 MODEL_MISTAKES: dict[str, Mistake] = {
     "key_gradients_lost": Mistake(

@@ -1,0 +1,1 @@
+"""Sources of training data: files of a folder, a dataset on the Hub or an object store."""

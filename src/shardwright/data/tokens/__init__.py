@@ -1,0 +1,1 @@
+"""Tokens: tokenizers, tokenisation and the cache of token ids."""

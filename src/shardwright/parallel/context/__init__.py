@@ -1,0 +1,1 @@
+"""Context parallelism: attention over rows whose tokens are on several ranks."""
