@@ -78,7 +78,9 @@ class Nodes:
         if place is not None and self._num_others:
             assert place.token  # an empty one would accept everybody
             try:
-                self._listener = socket.create_server(("", place.port), backlog=place.num_nodes)
+                self._listener = socket.create_server(
+                    ("", place.port), backlog=place.num_nodes + _MAX_UNKNOWN
+                )
             except OSError as error:
                 raise InputError(
                     f"the launcher cannot listen for the other nodes: {error.strerror}",

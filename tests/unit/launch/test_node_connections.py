@@ -387,6 +387,14 @@ def test_a_node_whose_launcher_closes_before_its_answer_is_no_wrong_input(closin
         launcher.connection.shutdown(socket.SHUT_WR)
 
 
+def test_a_node_that_has_nothing_to_say_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system of a node answers for a service that is stopped, so the connection stays."""
+    monkeypatch.setattr(node_service, "_ALIVE_SECONDS", 0.0)
+    with serve(b'{"accepted": true}\n', RunFailed, "the launcher on node 0 was lost") as launcher:
+        assert [launcher.receive() for _ in range(3)] == [{"alive": True}] * 3
+        launcher.connection.shutdown(socket.SHUT_WR)
+
+
 def test_a_refused_node_is_wrong_input() -> None:
     with serve(b'{"refused": "its RANK 1 is taken"}\n', InputError, "its RANK 1 is taken"):
         pass
