@@ -89,7 +89,7 @@ def serve(
                 error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
             except OSError as failure:
                 raise RunFailed(
-                    f"this node could not go on, and counts as lost: {failure}"
+                    f"this node failed, and counts as lost: {failure}"
                 ) from failure
             except (KeyError, TypeError, ValueError) as failure:
                 raise RunFailed(

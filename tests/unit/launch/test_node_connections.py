@@ -223,7 +223,8 @@ def test_a_second_node_with_the_same_place_is_refused_while_the_first_answers(
     nodes: Nodes, connect: Callable[[], Peer]
 ) -> None:
     """The first one keeps its ranks, also if its greeting is sent again by somebody else."""
-    first, second = connect(), connect()
+    first = connect()
+    second = connect()
     accept(nodes, first)
     second.send(HELLO)
     while not select.select([second.connection], [], [], 0.001)[0]:
@@ -420,9 +421,9 @@ def test_a_node_names_a_message_without_its_parts(message: dict[str, Any]) -> No
         launcher.send(message)
 
 
-def test_a_node_that_cannot_go_on_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the launcher that was lost."""
     monkeypatch.setattr(node_service.tempfile, "tempdir", str(tmp_path / "absent"))
-    text = "this node could not go on, and counts as lost: .*absent"
+    text = "this node failed, and counts as lost: .*absent"
     with serve(b'{"accepted": true}\n', RunFailed, text) as launcher:
         launcher.send({"generation": 1, "recipe": "", "hang_reports": None})
