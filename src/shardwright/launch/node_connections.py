@@ -240,7 +240,7 @@ class Nodes:
         replaces it may be here before.
         """
         self._forget(connection)
-        index, name = hello["index"], hello["name"]
+        index = hello["index"]
         began = time.monotonic()
         while (former := self._find(index)) and former.heard_at_seconds < began:
             time.sleep(_POLL_SECONDS)
@@ -249,7 +249,7 @@ class Nodes:
                 return f"its RANK {index} is taken by {former.name}, which still answers"
             detect_loss_soon(connection)
             send_message(connection, {"accepted": True})
-            node = RemoteNode(index, name, self.local.num_slots, connection, source)
+            node = RemoteNode(index, hello["name"], self.local.num_slots, connection, source)
             self._remote.append(node)
             if self._ending is not None:
                 node.send(self._ending)

@@ -130,10 +130,10 @@ def accept(nodes: Nodes, peer: Peer, **changes: Any) -> RemoteNode:
 def test_a_connection_without_a_greeting_is_closed(
     nodes: Nodes, connect: Callable[[], Peer], hello: bytes
 ) -> None:
-    stranger = connect()
-    stranger.send(hello)
-    stranger.connection.shutdown(socket.SHUT_WR)
-    assert stranger.receive() is None
+    other = connect()
+    other.send(hello)
+    other.connection.shutdown(socket.SHUT_WR)
+    assert other.receive() is None
     accept(nodes, connect())
 
 
@@ -167,7 +167,7 @@ def test_a_token_may_have_any_bytes() -> None:
         peer.close()
 
 
-def test_silent_connections_leave_room_for_nodes(
+def test_silent_connections_exclude_no_node(
     nodes: Nodes, connect: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody can open connections, until the launcher has no file descriptor left."""
@@ -305,7 +305,7 @@ def test_a_node_with_a_malformed_message_is_lost_with_one_warning(
     assert not list(control.iterdir())
 
 
-def test_outcomes_of_a_node_are_those_of_its_generation_with_the_times_of_their_arrival(
+def test_a_node_reports_outcomes_of_its_generation_only_and_no_times(
     nodes: Nodes, connect: Callable[[], Peer], tmp_path: Path
 ) -> None:
     """The node's clock is wrong, one file name leads outside, and old messages come again."""
@@ -382,7 +382,7 @@ def test_a_node_ends_without_a_valid_answer(
 
 
 @pytest.mark.parametrize("closing", [b"", b'{"sta'])
-def test_a_node_whose_launcher_closes_before_its_answer_is_no_wrong_input(closing: bytes) -> None:
+def test_a_connection_closed_before_an_answer_is_no_wrong_input(closing: bytes) -> None:
     """Wrong input would keep a supervisor from starting the node again."""
     with serve(closing, RunFailed, "the launcher at head:29500") as launcher:
         launcher.connection.shutdown(socket.SHUT_WR)
