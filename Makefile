@@ -47,7 +47,7 @@ slurm-packages: ## install Slurm for its tests, on Debian and as root; its daemo
 	@apt-get update --quiet=2
 	@DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes --no-install-recommends slurm-wlm iproute2
 
-slurm: $(STAMP) ## jobs under a real Slurm of four nodes on this machine, as root: eight minutes (after make slurm-packages)
+slurm: $(STAMP) ## jobs under a real Slurm of four nodes on this machine, as root: ten minutes (after make slurm-packages)
 	@$(TESTS) tests/slurm
 
 verify-all: $(STAMP) ## gradients of every layout, pair and triple of parallelisms against one process: the whole matrix

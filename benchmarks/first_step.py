@@ -4,20 +4,23 @@ Two CPU ranks are started as users start them; the time is that from the command
 first step. For more ranks than a machine has, one rank runs the code of the set-up in a process
 group without peers: it makes all groups, its part of the model and its optimizer. As many clients
 as ranks then claim their rank in a real rendezvous store. What is not simulated: connections
-between ranks, other machines, storage.
+between ranks, other machines, storage. torch looks up the name of each client's address, so a name
+server that does not answer is measured too; `unshare --net` (with `ip link set lo up`) has none.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ MODEL = {
     "num_hidden_layers": 32,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
+    "max_position_embeddings": 128,
 }
 """Model whose set-up is simulated: as many layers and parameters by name as one of 8 billion."""
 
@@ -63,7 +67,8 @@ def simulate_setup(num_ranks: int, layout: str) -> dict[str, float]:
     seconds = {}
     with tempfile.TemporaryDirectory() as name:
         corpus = Path(name) / "corpus.txt"
-        corpus.write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(20000)))
+        lines = (f"{a} + {a} = {2 * a}\n" for a in range(20000))
+        corpus.write_text(string.ascii_letters + "".join(lines))
         data = {"sources": str(corpus), "cache_dir": str(Path(name) / "cache")}
         batch = {"global_batch_size": num_ranks, "gradient_accumulation_steps": 1}
         document: dict[str, Any] = SETTINGS | {
@@ -89,27 +94,32 @@ def simulate_setup(num_ranks: int, layout: str) -> dict[str, float]:
 
 
 def claim_ranks(num_ranks: int) -> None:
-    """Let one client per rank claim its rank in a store and wait for all others."""
+    """Let one client per rank claim its rank in a store, as ranks do, and wait for all others."""
     import torch.distributed as dist
 
+    from shardwright.launch.rank_claim import claim_rank
+    from shardwright.launch.rank_environment import RankEnvironment
+
+    # Both ends of every connection are in this process.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     timeout = timedelta(seconds=120)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
     def claim(rank: int) -> None:
-        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
-        store.add(f"rank-{rank}", 1)
-        if rank == 0:
-            store.set("generation", "token")
-        store.get("generation")
+        store = claim_rank(RankEnvironment(rank, num_ranks, 0), timeout)
         if store.add("joined", 1) == num_ranks:
             store.set("all", "1")
         store.wait(["all"])
 
-    threads = [threading.Thread(target=claim, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(num_ranks) as pool:
+        for _ in pool.map(claim, range(num_ranks)):
+            pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,8 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     for num_ranks, layout in SIMULATED:
         words = [sys.executable, "-m", "benchmarks.first_step", "--simulate"]
+        environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(
-            [*words, str(num_ranks), layout], capture_output=True, text=True, check=True
+            [*words, str(num_ranks), layout],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env=environment,
         )
         lines.append(f"set-up of rank 0 of {num_ranks}, {layout}: {done.stdout.strip()}")
     lines.append(f"load average {load:.1f} to {os.getloadavg()[0]:.1f}; {read_conditions()}")

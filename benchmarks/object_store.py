@@ -163,16 +163,16 @@ def serve_moto() -> Iterator[str]:
 
 
 def render(measured: dict[str, list[float]], size_bytes: int) -> list[str]:
-    """Render a table: speeds, and the share of the faster client in the same round."""
-    lines = ["| | MiB/s, median (range) | share of the faster client |", "|---|---:|---:|"]
-    limits = [min(times) for times in zip(*(measured[name] for name in CLIENTS), strict=True)]
+    """Render a table: speeds, and their shares of each client's speed in the same round."""
+    shares = "".join(f" share of {client} |" for client in CLIENTS)
+    lines = [f"| | MiB/s, median (range) |{shares}", "|---|---|" + "---|" * len(CLIENTS)]
     for name, seconds in measured.items():
         speeds = sorted(size_bytes / 2**20 / each for each in seconds)
-        share = statistics.median(limit / each for limit, each in zip(limits, seconds, strict=True))
-        lines.append(
-            f"| {name} | {statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f}) "
-            f"| {share:.0%} |"
-        )
+        cells = [f"{statistics.median(speeds):.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f})"]
+        for client in CLIENTS:
+            rounds = zip(measured[client], seconds, strict=True)
+            cells.append(f"{statistics.median(limit / each for limit, each in rounds):.0%}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

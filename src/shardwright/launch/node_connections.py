@@ -78,7 +78,9 @@ class Nodes:
         if place is not None and self._num_others:
             assert place.token  # an empty one would accept everybody
             try:
-                self._listener = socket.create_server(("", place.port), backlog=place.num_nodes)
+                self._listener = socket.create_server(
+                    ("", place.port), backlog=place.num_nodes + _MAX_UNKNOWN
+                )
             except OSError as error:
                 raise InputError(
                     f"the launcher cannot listen for the other nodes: {error.strerror}",
@@ -238,7 +240,7 @@ class Nodes:
         replaces it may be here before.
         """
         self._forget(connection)
-        index, name = hello["index"], hello["name"]
+        index = hello["index"]
         began = time.monotonic()
         while (former := self._find(index)) and former.heard_at_seconds < began:
             time.sleep(_POLL_SECONDS)
@@ -247,7 +249,7 @@ class Nodes:
                 return f"its RANK {index} is taken by {former.name}, which still answers"
             detect_loss_soon(connection)
             send_message(connection, {"accepted": True})
-            node = RemoteNode(index, name, self.local.num_slots, connection, source)
+            node = RemoteNode(index, hello["name"], self.local.num_slots, connection, source)
             self._remote.append(node)
             if self._ending is not None:
                 node.send(self._ending)

@@ -88,9 +88,7 @@ def serve(
                 ending = service.run()
                 error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
             except OSError as failure:
-                raise RunFailed(
-                    f"this node could not go on, and counts as lost: {failure}"
-                ) from failure
+                raise RunFailed(f"this node failed, and counts as lost: {failure}") from failure
             except (KeyError, TypeError, ValueError) as failure:
                 raise RunFailed(
                     f"the launcher on node 0 sent a message that cannot be read: {failure!r}"

@@ -1,6 +1,6 @@
-"""Messages between the launcher and the nodes: wrong, truncated, late, repeated and missing ones.
+"""Messages that the launcher receives: wrong, truncated, late, repeated and missing ones.
 
-No rank process is started; one side of each connection is a socket of the test.
+No rank process is started; the nodes are sockets of the tests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from shardwright.errors import ExitCode, InputError, RunFailed
-from shardwright.launch import node_connections, node_service
+from shardwright.errors import ExitCode
+from shardwright.launch import node_connections
 from shardwright.launch.node_connections import Nodes
 from shardwright.launch.node_place import NodePlace
 from shardwright.launch.nodes import RemoteNode
 from shardwright.launch.rank_outcome import RankOutcome, read_outcomes
 from shardwright.version import __version__
+from tests.unit.launch.message_peer import Peer
 
 HELLO = {
     "token": "secret",
@@ -35,31 +36,6 @@ HELLO = {
     "num_slots": 2,
 }
 OUTCOME = {"rank": 0, "exit_code": 3, "at_seconds": 4e9}
-
-
-class Peer:
-    """A connection's other side, which says what the test wants."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        connection.settimeout(20.0)
-        self._source = connection.makefile("rb")
-
-    def send(self, content: bytes | dict[str, Any]) -> None:
-        if isinstance(content, dict):
-            content = json.dumps(content).encode() + b"\n"
-        self.connection.sendall(content)
-
-    def receive(self) -> Any:
-        """Return the next message; None once the connection is closed."""
-        try:
-            return json.loads(self._source.readline() or b"null")
-        except ConnectionError:
-            return None
-
-    def close(self) -> None:
-        self._source.close()
-        self.connection.close()
 
 
 @pytest.fixture
@@ -130,10 +106,10 @@ def accept(nodes: Nodes, peer: Peer, **changes: Any) -> RemoteNode:
 def test_a_connection_without_a_greeting_is_closed(
     nodes: Nodes, connect: Callable[[], Peer], hello: bytes
 ) -> None:
-    stranger = connect()
-    stranger.send(hello)
-    stranger.connection.shutdown(socket.SHUT_WR)
-    assert stranger.receive() is None
+    other = connect()
+    other.send(hello)
+    other.connection.shutdown(socket.SHUT_WR)
+    assert other.receive() is None
     accept(nodes, connect())
 
 
@@ -167,7 +143,7 @@ def test_a_token_may_have_any_bytes() -> None:
         peer.close()
 
 
-def test_silent_connections_leave_room_for_nodes(
+def test_silent_connections_exclude_no_node(
     nodes: Nodes, connect: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody can open connections, until the launcher has no file descriptor left."""
@@ -223,7 +199,8 @@ def test_a_second_node_with_the_same_place_is_refused_while_the_first_answers(
     nodes: Nodes, connect: Callable[[], Peer]
 ) -> None:
     """The first one keeps its ranks, also if its greeting is sent again by somebody else."""
-    first, second = connect(), connect()
+    first = connect()
+    second = connect()
     accept(nodes, first)
     second.send(HELLO)
     while not select.select([second.connection], [], [], 0.001)[0]:
@@ -304,7 +281,7 @@ def test_a_node_with_a_malformed_message_is_lost_with_one_warning(
     assert not list(control.iterdir())
 
 
-def test_outcomes_of_a_node_are_those_of_its_generation_with_the_times_of_their_arrival(
+def test_a_node_reports_outcomes_of_its_generation_only_and_no_times(
     nodes: Nodes, connect: Callable[[], Peer], tmp_path: Path
 ) -> None:
     """The node's clock is wrong, one file name leads outside, and old messages come again."""
@@ -330,91 +307,3 @@ def test_outcomes_of_a_node_are_those_of_its_generation_with_the_times_of_their_
         "generation-2",
         "recipe.yaml",
     ]
-
-
-@contextmanager
-def serve(answer: bytes | None, kind: type[Exception], match: str) -> Iterator[Peer]:
-    """Run the service of a node whose launcher is the test; it ends with an error."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        peer = Peer(listener.accept()[0])
-    if answer is not None:
-        peer.send(answer)
-    errors = list[BaseException]()
-
-    def run() -> None:
-        try:
-            node_service.serve(near, NodePlace(1, 2, "head", 29500, "secret"), 2, "run")
-        except BaseException as error:
-            errors.append(error)
-
-    service = threading.Thread(target=run)
-    service.start()
-    assert peer.receive()["name"] == socket.gethostname()
-    yield peer
-    service.join(20.0)
-    assert not service.is_alive()
-    peer.close()
-    with pytest.raises(kind, match=match):
-        raise errors[0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "match"),
-    [
-        (None, r"the launcher at head:29500 gives no valid answer: timed out. Perhaps another"),
-        (b"HTTP/1.1 400 Bad Request\r\n", "gives no valid answer: Expecting value"),
-        (b"[]\n", "gives no valid answer: not a JSON object"),
-        pytest.param(
-            b"[" * 100_000 + b"\n", "gives no valid answer: nested too deeply", id="nested"
-        ),
-        (b"{}\n", "the launcher at head:29500 has closed the connection: it has ended"),
-    ],
-)
-def test_a_node_ends_without_a_valid_answer(
-    answer: bytes | None, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if answer is None:
-        monkeypatch.setattr(node_service, "_ANSWER_SECONDS", 0.01)
-    with serve(answer, RunFailed, match):
-        pass
-
-
-@pytest.mark.parametrize("closing", [b"", b'{"sta'])
-def test_a_node_whose_launcher_closes_before_its_answer_is_no_wrong_input(closing: bytes) -> None:
-    """Wrong input would keep a supervisor from starting the node again."""
-    with serve(closing, RunFailed, "the launcher at head:29500") as launcher:
-        launcher.connection.shutdown(socket.SHUT_WR)
-
-
-def test_a_refused_node_is_wrong_input() -> None:
-    with serve(b'{"refused": "its RANK 1 is taken"}\n', InputError, "its RANK 1 is taken"):
-        pass
-
-
-@pytest.mark.parametrize(
-    "message", [b"{\n", b"7\n", pytest.param(b"[" * 100_000 + b"\n", id="nested")]
-)
-def test_a_node_ends_after_a_malformed_message_of_the_launcher(message: bytes) -> None:
-    with serve(
-        b'{"accepted": true}\n', RunFailed, "on node 0: the launcher on node 0 was lost"
-    ) as (launcher):
-        launcher.send(message)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [{"generation": 1}, {"send": [], "message": {}}, {"finish": 3}],
-)
-def test_a_node_names_a_message_without_its_parts(message: dict[str, Any]) -> None:
-    text = "the launcher on node 0 sent a message that cannot be read"
-    with serve(b'{"accepted": true}\n', RunFailed, text) as launcher:
-        launcher.send(message)
-
-
-def test_a_node_that_cannot_go_on_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not the launcher that was lost."""
-    monkeypatch.setattr(node_service.tempfile, "tempdir", str(tmp_path / "absent"))
-    text = "this node could not go on, and counts as lost: .*absent"
-    with serve(b'{"accepted": true}\n', RunFailed, text) as launcher:
-        launcher.send({"generation": 1, "recipe": "", "hang_reports": None})
