@@ -166,16 +166,7 @@ def plan_command(
         should_read_data=data,
         expert_load_run=expert_load,
     )
-    corrections = [
-        line
-        for line in (
-            describe_correction(result, step_profile),
-            result.row_summary,
-            *(split.describe() for split in result.context_splits),
-            result.expert_summary,
-        )
-        if line is not None
-    ]
+    corrections = _list_corrections(result, step_profile)
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
@@ -212,14 +203,29 @@ def plan_command(
             assert result.chosen is not None
             sys.stdout.write(f"{peer_copies.describe(result.chosen.time.step)}\n")
     if result.chosen is None:
-        raise LayoutError(
-            f"no layout fits on {target.name}"
-            if result.effort.num_too_large
-            else f"no layout is possible on {target.name}",
-            field="--cluster",
-            got=f"{target.num_gpus} GPUs of {target.accelerator.memory_bytes / 2**30:.0f} GiB",
-            remedy=result.remedy,
-        )
+        raise _build_no_layout_error(result, target)
+
+
+def _list_corrections(result: PlanningResult, profile: StepProfile | None) -> list[str]:
+    """List the sentences about data and measurements that changed the predictions."""
+    lines = (
+        describe_correction(result, profile),
+        result.row_summary,
+        *(split.describe() for split in result.context_splits),
+        result.expert_summary,
+    )
+    return [line for line in lines if line is not None]
+
+
+def _build_no_layout_error(result: PlanningResult, cluster: Cluster) -> LayoutError:
+    problem = "no layout fits" if result.effort.num_too_large else "no layout is possible"
+    memory_gib = cluster.accelerator.memory_bytes / 2**30
+    return LayoutError(
+        f"{problem} on {cluster.name}",
+        field="--cluster",
+        got=f"{cluster.num_gpus} GPUs of {memory_gib:.0f} GiB",
+        remedy=result.remedy,
+    )
 
 
 def describe_correction(result: PlanningResult, profile: StepProfile | None) -> str | None:
@@ -235,10 +241,16 @@ def describe_correction(result: PlanningResult, profile: StepProfile | None) -> 
 
 
 def _print_warning(result: PlanningResult) -> None:
-    """Print on standard error that the chosen layout is tight; the table contains the same
-    warning."""
-    if result.chosen is not None and result.chosen.warning is not None:
-        sys.stderr.write(f"warning: the chosen layout {result.chosen.warning}\n")
+    """Print on standard error that the chosen layout is tight, as the table does."""
+    warning = _describe_warning(result.chosen)
+    if warning is not None:
+        sys.stderr.write(f"warning: {warning}\n")
+
+
+def _describe_warning(chosen: Prediction | None) -> str | None:
+    if chosen is None or chosen.warning is None:
+        return None
+    return f"the chosen layout {chosen.warning}"
 
 
 def _check_emit(system: str | None, out: Path | None) -> None:
@@ -345,21 +357,16 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,
         "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],
-        "warning": None
-        if chosen is None or chosen.warning is None
-        else f"the chosen layout {chosen.warning}",
+        "warning": _describe_warning(chosen),
         "layouts": [describe(prediction) for prediction in result.predictions],
         "as_the_recipe_has_it": describe(result.recipe_prediction),
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
-                "name": rejection.name,
-                "reason": rejection.reason,
-                "needed_bytes": rejection.needed_bytes,
-                "change": rejection.change,
-                "changed": describe(rejection.changed_prediction),
+                **{key: getattr(each, key) for key in ("name", "reason", "needed_bytes", "change")},
+                "changed": describe(each.changed_prediction),
             }
-            for rejection in result.rejections
+            for each in result.rejections
         ],
         "scaling": [
             {
@@ -372,9 +379,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "explanation": list(result.explanation),
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
-        "recompute_choice": None
-        if result.recompute_choice is None
-        else result.recompute_choice.as_dict(),
+        "recompute_choice": result.recompute_choice and result.recompute_choice.as_dict(),
         "missing_kernels": result.missing_kernels,
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,

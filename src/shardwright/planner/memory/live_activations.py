@@ -124,6 +124,17 @@ class LiveActivations(NamedTuple):
         return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
 
 
+def _compute_mean_saved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the saved bytes of a layer, a mean over layers in FP4 and in bf16 if both exist."""
+    saved = get_layer_activations(facts, kind, candidate).saved_bytes
+    if candidate.num_fp4_layers is None:
+        return saved
+    share = min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
+    in_bf16 = replace(candidate, precision="bf16", num_fp4_layers=None)
+    bf16_saved = get_layer_activations(facts, kind, in_bf16).saved_bytes
+    return share * saved + (1.0 - share) * bf16_saved
+
+
 def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
@@ -133,19 +144,7 @@ def compute_live_activations(
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = get_layer_activations(facts, kind, candidate)
-            share = (
-                1.0
-                if candidate.num_fp4_layers is None
-                else min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
-            )
-            bf16_layer = (
-                layer
-                if share == 1.0
-                else get_layer_activations(
-                    facts, kind, replace(candidate, precision="bf16", num_fp4_layers=None)
-                )
-            )
-            saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
+            saved += _compute_mean_saved_bytes(facts, kind, candidate) * count
             deferred += layer.deferred_bytes * count
             deferring = max(deferring, layer.recomputed_bytes + layer.deferring_gradient_bytes)
             largest = max(largest, layer.saved_bytes)
