@@ -109,3 +109,11 @@ def test_files_stay_readable(path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= limit, (
         "this file is too long: split it"
     )
+
+
+def count_statement_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function after its signature and its docstring."""
+    first, *others = function.body
+    is_docstring = ast.get_docstring(function) is not None
+    begin = first.end_lineno + 1 if is_docstring else first.lineno
+    return function.end_lineno - begin + 1 if others or not is_docstring else 0

@@ -153,10 +153,7 @@ def run_with_restarts(
                 size = former_size
             elif not (has_progressed or isinstance(error, OutOfMemory)):
                 # After running out of memory, fewer ranks would need even more memory each.
-                smaller = find_smaller(size)
-                while smaller is not None and smaller > count_slots():
-                    smaller = find_smaller(smaller)
-                size = smaller or size
+                size = _find_size_that_fits(size, find_smaller, count_slots()) or size
             number = attempt.number + 1
             reason = str(error).partition("\n")[0]
         num_failed_growths += is_failed_growth
@@ -170,6 +167,16 @@ def run_with_restarts(
             if every_steps is not None and size < world_size and not stop
             else None,
         )
+
+
+def _find_size_that_fits(
+    size: int, find_smaller: Callable[[int], int | None], num_slots: int
+) -> int | None:
+    """Return the next smaller number of ranks that fits in `num_slots`; None if there is none."""
+    smaller = find_smaller(size)
+    while smaller is not None and smaller > num_slots:
+        smaller = find_smaller(smaller)
+    return smaller
 
 
 def _is_permanent(error: RunFailed | InputError, *, has_grown: bool) -> bool:

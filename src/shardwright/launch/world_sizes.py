@@ -44,7 +44,7 @@ class WorldSizes:
             return
         if min_ranks > self._world_size:
             raise RecipeError(
-                "there are fewer ranks at the start",
+                "the run starts with fewer ranks",
                 field="elastic.min_ranks",
                 got=min_ranks,
                 allowed=f"at most {self._world_size}, the number of ranks",
@@ -59,7 +59,7 @@ class WorldSizes:
                 "degrees and its global batch",
                 field="elastic.min_ranks",
                 got=min_ranks,
-                allowed="null; or a smaller number, an open data degree, an open accumulation",
+                allowed="null, a smaller number, or a recipe that leaves the data degree or the accumulation open",
                 remedy="Leave layout.dp_shard (or dp_replicate) and "
                 "training.gradient_accumulation_steps open, or use layout: auto",
             )

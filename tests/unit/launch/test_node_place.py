@@ -60,5 +60,5 @@ def test_spare_nodes_leave_one_for_the_ranks(second_of_three: pytest.MonkeyPatch
 
 
 def test_spare_nodes_need_warm_restarts() -> None:
-    with pytest.raises(ValueError, match="`spare_nodes` have processes that wait"):
+    with pytest.raises(ValueError, match="`spare_nodes` replace lost nodes"):
         ElasticSection(max_restarts=1, spare_nodes=1)

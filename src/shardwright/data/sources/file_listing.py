@@ -250,7 +250,7 @@ def check_shard_names(source: DataSource, names: Collection[str], field: str) ->
     A copy of token files that was interrupted lacks some of them.
 
     Raises:
-        DataError: a shard is there twice, or files of token ids are missing that neither `glob`
+        DataError: the folder has a shard twice, or files of token ids are missing that neither `glob`
             nor `exclude` leaves out.
     """
     missing = [] if source.glob or source.exclude else find_missing_files(names)
@@ -267,7 +267,7 @@ def check_shard_names(source: DataSource, names: Collection[str], field: str) ->
         other = seen.setdefault(strip_compression(Path(name)), name)
         if other != name:
             raise DataError(
-                "a shard is there twice, compressed and uncompressed",
+                "the folder has a shard twice, compressed and uncompressed",
                 field=field,
                 got=f"{other} and {name}",
                 remedy="Select one of them with `glob` or `exclude`",
@@ -337,7 +337,7 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
         )
     if kind in ARCHIVE_FORMATS and detect_archive_format(path) != kind:
         raise DataError(
-            f"the name is not that of a file of `format: {kind}`",
+            f"the file name does not have a suffix of `format: {kind}`",
             field=field,
             got=str(path),
             allowed=".mds, or .mds with a compression of MosaicML Streaming, e.g. .mds.zstd"
