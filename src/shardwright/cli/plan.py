@@ -181,16 +181,12 @@ def plan_command(
         else _emit_layout(emit, loaded_recipe, result.chosen, target.num_nodes, out)
     )
     if json_output:
-        content = (
-            _build_json(result, loaded_recipe, target)
-            | {"emitted": emitted, "seconds": seconds}
-            | {"peer_copies": None if peer_copies is None else asdict(peer_copies)}
-        )
-        print_json(content)
+        costs = None if peer_copies is None else asdict(peer_copies)
+        content = _build_json(result, loaded_recipe, target)
+        print_json(content | {"emitted": emitted, "seconds": seconds, "peer_copies": costs})
         _print_warning(result)
     elif emitted is not None and out is None:
-        if result.precision_reason is not None:
-            sys.stderr.write(f"precision auto: {result.precision_reason}\n")
+        _print_precision_reason(result)
         sys.stdout.write(emitted["text"])
         _print_warning(result)
     else:
@@ -238,6 +234,11 @@ def describe_correction(result: PlanningResult, profile: StepProfile | None) -> 
         f"corrected by {source} that `tune` measured on this hardware ({profile.path}); "
         "--no-measured-steps plans without them"
     )
+
+
+def _print_precision_reason(result: PlanningResult) -> None:
+    if result.precision_reason is not None:
+        sys.stderr.write(f"precision auto: {result.precision_reason}\n")
 
 
 def _print_warning(result: PlanningResult) -> None:
@@ -322,6 +323,15 @@ def _parse_gpu_counts(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in numbers}))
 
 
+def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "name": cluster.name,
+        "num_gpus": cluster.num_gpus,
+        "memory_bytes": cluster.accelerator.memory_bytes,
+        "rates": cluster.rates_source,
+    }
+
+
 def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY
 
@@ -341,12 +351,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
 
     return {
         "recipe": recipe.name,
-        "cluster": {
-            "name": cluster.name,
-            "num_gpus": cluster.num_gpus,
-            "memory_bytes": cluster.accelerator.memory_bytes,
-            "rates": cluster.rates_source,
-        },
+        "cluster": _describe_cluster(cluster),
         "num_steps": steps,
         "chosen": describe(chosen),
         "interval_share": INTERVAL_SHARE,
@@ -363,7 +368,10 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
-                **{key: getattr(each, key) for key in ("name", "reason", "needed_bytes", "change")},
+                "name": each.name,
+                "reason": each.reason,
+                "needed_bytes": each.needed_bytes,
+                "change": each.change,
                 "changed": describe(each.changed_prediction),
             }
             for each in result.rejections

@@ -49,8 +49,8 @@ TrialLimit = Annotated[
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial. Default: a quarter of the budget; for the first trial, the whole "
-        "budget.",
+        help="Time limit of one trial. Default: a quarter of the budget; for the first trial, the "
+        "whole budget.",
     ),
 ]
 NumSteps = Annotated[

@@ -59,7 +59,7 @@ class WorldSizes:
                 "degrees and its global batch",
                 field="elastic.min_ranks",
                 got=min_ranks,
-                allowed="null, a smaller number, or a recipe that leaves the data degree or the accumulation open",
+                allowed="null, a smaller number, or open degrees of data and accumulation",
                 remedy="Leave layout.dp_shard (or dp_replicate) and "
                 "training.gradient_accumulation_steps open, or use layout: auto",
             )

@@ -188,19 +188,16 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                 continue
             if is_selected(source, relative_path):
                 kind = _detect_kind(Path(parent) / name, field)
+                path = Path(parent) / name
                 if kind == "absent":
                     raise DataError(
                         "a link is broken",
                         field=field,
-                        got=str(Path(parent) / name),
+                        got=str(path),
                         remedy="Restore its target, or skip the link with `exclude`",
                     )
                 if kind == "regular file":
-                    files.append(
-                        build_source_file(
-                            source, Path(parent) / name, relative_path.as_posix(), field
-                        )
-                    )
+                    files.append(build_source_file(source, path, relative_path.as_posix(), field))
                 else:
                     irregular.append(f"{relative_path} (a {kind})")
             elif name not in METADATA_FILES:
@@ -250,8 +247,8 @@ def check_shard_names(source: DataSource, names: Collection[str], field: str) ->
     A copy of token files that was interrupted lacks some of them.
 
     Raises:
-        DataError: the folder has a shard twice, or files of token ids are missing that neither `glob`
-            nor `exclude` leaves out.
+        DataError: the folder has a shard twice, or files of token ids are missing that neither
+            `glob` nor `exclude` leaves out.
     """
     missing = [] if source.glob or source.exclude else find_missing_files(names)
     if missing:

@@ -121,21 +121,21 @@ def compute_layer_seconds(
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
-    selective = (
-        attention_forward
-        if candidate.engine.should_recompute_attention_only
-        else elementwise_forward + launched_on_host
-    )
+    recompute = forward
     mode = get_layer_recompute(kind, candidate.recompute)
-    recompute = (
-        max(selective, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
-        if mode == "mixed"
-        else {"none": 0.0, "full": forward, "selective": selective}[mode]
-    )
+    if mode in ("selective", "mixed"):
+        recompute = (
+            attention_forward
+            if candidate.engine.should_recompute_attention_only
+            else elementwise_forward + launched_on_host
+        )
+    if mode == "mixed":
+        avoided = _sum_avoided_seconds(facts, kind, candidate, rates)
+        recompute = max(recompute, forward - avoided)
     return LayerSeconds(
         forward,
         backward,
-        recompute,
+        0.0 if mode == "none" else recompute,
         products.weight_gradients,
         attention_forward,
         attention_backward,
