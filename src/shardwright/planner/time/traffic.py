@@ -301,6 +301,7 @@ def _get_expert_overlap(candidate: Candidate, network: NetworkModel) -> float:
     layout = candidate.layout
     reach = layout.ep * layout.tp
     is_within_domain = network.cluster.count_ranks_per_domain(reach, 1) == reach
+    efficiency = network.efficiency
     return efficiency.near_expert_overlap if is_within_domain else efficiency.expert_overlap
 
 
