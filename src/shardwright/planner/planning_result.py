@@ -154,7 +154,7 @@ def plan_recipe(
         step_profile: step times that `tune` measured on this cluster; they correct the predicted
             times of the layouts, and the choice among them.
         rows: rows of the data. The layouts that the search finds for full rows are predicted with
-            them, ordered and chosen anew.
+            them, then ordered and chosen again.
         expert_loads: loads that a run of this model logged, instead of even ones.
 
     Raises:
