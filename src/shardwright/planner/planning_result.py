@@ -82,8 +82,6 @@ class PlanningResult:
     precision_reason: str | None = None
     """Reason for the precision that `precision: auto` resolved to. None if the recipe names
     it."""
-    is_chosen_for_margin: bool = False
-    """True if a tight layout that is as good as the chosen one or better was passed over."""
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
@@ -212,7 +210,6 @@ def plan_recipe(
         uncertainty=predictor.uncertainty,
         remedy=None if chosen else _find_remedy(facts, cluster, efficiency, predictor, problem),
         precision_reason=None if choice is None else choice.reason,
-        is_chosen_for_margin=result.best_with_margin is not None,
         num_measured_steps=num_measured_steps,
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         recipe_conflict=conflict,
