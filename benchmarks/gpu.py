@@ -27,15 +27,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.case import Case
 from benchmarks.conditions import read_conditions
+from benchmarks.gpu_case import VARIANTS, GpuCase
+from benchmarks.gpu_figures import print_case, summarise
 from benchmarks.launch import Ranks, RanksFailed
-from benchmarks.shapes import SHAPES, TINY, Shape
+from benchmarks.shapes import SHAPES, TINY
 from benchmarks.table import write_page
 
 if TYPE_CHECKING:
@@ -60,50 +60,6 @@ NEEDS = {
     "trainer-liger": ("transformers", "accelerate", "liger_kernel"),
 }
 TESTS_NEED = ("pytest", "hypothesis", "transformers", *NEEDS["shardwright"])
-VARIANTS = {
-    "": (False, False),
-    "-compile": (True, False),
-    "-recompute": (False, True),
-    "-compile-recompute": (True, True),
-}
-"""Suffix of a case's name -> (compile, recompute)."""
-
-
-@dataclass(frozen=True)
-class GpuCase:
-    """One shape, one sequence length, compiled or not, recomputed or not."""
-
-    shape_name: str
-    shape: Shape
-    sequence_length: int
-    variant: str
-
-    @property
-    def name(self) -> str:
-        """Name of the case for `--case`."""
-        return f"{self.shape_name}-{self.sequence_length}{self.variant}"
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences per step."""
-        return self.shape.micro_batch_sizes[self.sequence_length]
-
-    def build_case(self, contender: str, folder: str, device: str, precision: str) -> Case:
-        """Return the case of a rank process; `folder` contains the model's config.json."""
-        compile_blocks, recompute = VARIANTS[self.variant]
-        return Case(
-            contender=contender,
-            zero_stage=0,
-            precision=precision,  # type: ignore[arg-type]
-            weights_dir=folder,
-            world_size=1,
-            sequence_length=self.sequence_length,
-            micro_batch_size=self.micro_batch_size,
-            compile=compile_blocks,
-            recompute="full" if recompute else "none",
-            device=device,  # type: ignore[arg-type]
-            random_weights=True,
-        )
 
 
 def main() -> int:
@@ -345,7 +301,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.config))
         ceiling = measure_ceiling(arguments.device, arguments.precision)["matmul_flops_per_second"]
-        flops_per_token = count_flops_per_token(case)
+        flops_per_token = case.count_flops_per_token()
         for _ in range(arguments.rounds):
             for contender in contenders:
                 if contender in failures:
@@ -405,32 +361,6 @@ def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
     return timed | {"losses": warm["losses"] + timed["losses"], "warmup_seconds": warm["seconds"]}
 
 
-def summarise(
-    replies: list[dict[str, Any]], tokens: int, flops_per_token: float, ceiling: float
-) -> dict[str, Any]:
-    """Compute the figures of one contender over its visits."""
-    rates = [tokens / reply["seconds"] for reply in replies]
-    return {
-        "tokens_per_second": median(rates),
-        "tokens_per_second_lowest": min(rates),
-        "tokens_per_second_highest": max(rates),
-        "mfu": median(rates) * flops_per_token / ceiling,
-        "model_flops_per_second": median(rates) * flops_per_token,
-        "peak_allocated_bytes": max(
-            (reply.get("peak_allocated_bytes", 0) for reply in replies), default=0
-        )
-        or None,
-        "peak_reserved_bytes": max(
-            (reply.get("peak_reserved_bytes", 0) for reply in replies), default=0
-        )
-        or None,
-        "peak_rss_bytes": max(reply["peak_rss_bytes"] for reply in replies),
-        "warmup_seconds": replies[0]["warmup_seconds"],
-        "first_loss": replies[0]["losses"][0],
-        "last_loss": replies[0]["losses"][-1],
-    }
-
-
 def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
     """Turn rows with a different first loss into failures: they do not do the same work."""
     first = {name: row["first_loss"] for name, row in rows.items() if "first_loss" in row}
@@ -451,49 +381,6 @@ def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
     measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     ceiling: dict[str, Any] = json.loads(measured.stdout.splitlines()[-1])
     return ceiling
-
-
-def count_flops_per_token(case: GpuCase) -> float:
-    """Count model FLOPs of a forward and backward pass per token, by the convention of docs: 6 per
-    matrix element, causal attention.
-    """
-    config = case.shape.config
-    length = case.sequence_length
-    query, kv = (
-        config[heads] * config["head_dim"]
-        for heads in ("num_attention_heads", "num_key_value_heads")
-    )
-    hidden = config["hidden_size"]
-    layers = config["num_hidden_layers"]
-    block = hidden * (2 * query + 2 * kv) + 3 * hidden * config["intermediate_size"]
-    return (
-        6.0 * (layers * block + config["vocab_size"] * hidden)
-        + layers * 12.0 * query * (length + 1) / 2
-    )
-
-
-def print_case(measured: dict[str, Any]) -> None:
-    """Print a few lines for the terminal."""
-    print(
-        f"{measured['name']}  (ceiling {measured['matmul_flops_per_second'] / 1e12:.3g} TFLOP/s)",
-        flush=True,
-    )
-    for name, row in measured["contenders"].items():
-        if "failed" in row:
-            print(f"  {name:15}{row['failed']}", flush=True)
-            continue
-        memory = (
-            f"{row['peak_allocated_bytes'] / 2**30:7.1f} GiB" if row["peak_allocated_bytes"] else ""
-        )
-        print(
-            f"  {name:15}{row['tokens_per_second']:9.0f} tok/s  MFU {row['mfu']:6.1%} {memory}  "
-            f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}",
-            flush=True,
-        )
-        if "predicted" in row:
-            from benchmarks.predicted import describe_prediction
-
-            print(describe_prediction(row), flush=True)
 
 
 if __name__ == "__main__":

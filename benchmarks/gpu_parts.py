@@ -9,8 +9,8 @@ It uses the Python that is given (PYTHON=...) and downloads nothing; packages th
 come from build/gpu-wheels (`make gpu-wheels`). Each step is a process with its own time limit. Its
 result is written as soon as it ends, so a failing step or a killed part leaves the others. Results
 go to <out>/gpu.json and gpu.md (<out>: $OUT, else build/gpu). Folders <out>/steps of several calls
-may be copied together; `--publish` writes both files anew and to docs/benchmarks. Standard library
-only.
+may be copied together; `--publish` writes both files again, and to docs/benchmarks. It imports the
+standard library only.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.architecture import HFShape, read_recipe_shape
-from shardwright.config import Recipe
 from shardwright.config.recipe_source import RecipeSource, load_recipe
-from shardwright.errors import InputError
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from shardwright.model.hf.hf_folder import ExportedFolder
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.step_profile import StepProfile
-    from shardwright.planner.training_rows import TrainingRows
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
@@ -92,7 +89,11 @@ def plan(
         if expert_load_run is None
         else read_expert_loads(expert_load_run, loaded, read_planning_shape(loaded))
     )
-    rows = _read_rows(loaded, target.num_gpus) if should_read_data else None
+    rows = None
+    if should_read_data:
+        from shardwright.training.checks.row_lengths import prepare_training_rows
+
+        rows = prepare_training_rows(loaded, target.num_gpus)
     return plan_recipe(
         loaded,
         target,
@@ -104,25 +105,6 @@ def plan(
         step_profile=None if should_read_data or expert_loads is not None else step_profile,
         rows=rows,
         expert_loads=expert_loads,
-    )
-
-
-def _read_rows(recipe: Recipe, num_ranks: int) -> TrainingRows:
-    """Prepare the data and read the lengths of the rows of the first steps."""
-    from shardwright.data.model_data import prepare_for_model
-    from shardwright.training.checks.row_lengths import read_training_rows
-
-    if recipe.data.streaming is not None:
-        raise InputError(
-            "the rows of streamed sources are not read for a plan, because that fetches them",
-            field="data.streaming",
-            remedy="Plan with full rows (without --data), or without `data.streaming`",
-        )
-    shape, data = prepare_for_model(recipe)
-    training = recipe.training
-    per_rank = (training.micro_batch_size or 1) * (training.gradient_accumulation_steps or 1)
-    return read_training_rows(
-        recipe, shape, data, training.global_batch_size or per_rank * num_ranks
     )
 
 
@@ -254,6 +236,8 @@ def train(
         InputError: first problem found, before any rank starts.
         RunFailed, Preempted: the run failed or was stopped.
     """
+    from shardwright.launch.world_sizes import resolve_training_layout
+
     original = load_recipe(recipe)
     loaded, _world_size = resolve_training_layout(original, num_ranks)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
@@ -269,31 +253,6 @@ def train(
         planned_from=original if original.layout.auto else None,
     )
     return None if summary is None else load_run(summary["run"])
-
-
-def resolve_training_layout(recipe: Recipe, num_ranks: int | None) -> tuple[Recipe, int]:
-    """Return the recipe with layout `auto` resolved, and the number of ranks that train it.
-
-    A launcher's number of ranks goes before `num_ranks`, whose default is 1; see `count_ranks`.
-
-    Raises:
-        InputError: degrees or batch sizes that contradict each other or the number of ranks.
-    """
-    from shardwright.launch.node_place import count_ranks, find_node_place
-
-    world_size = count_ranks(recipe.elastic, num_ranks)
-    if recipe.layout.auto:
-        if recipe.cluster is None and find_node_place(recipe.elastic, num_ranks) is not None:
-            raise InputError(
-                "how the ranks of several nodes are connected is not known",
-                field="cluster",
-                remedy="Describe the nodes in `cluster`, or write the degrees of `layout`",
-            )
-        from shardwright.launch.auto_layout import resolve_auto_layout
-
-        recipe = resolve_auto_layout(recipe, world_size)
-    resolve_degrees(recipe, world_size)
-    return recipe, world_size
 
 
 def generate(

@@ -57,7 +57,8 @@ class ModuleNames:
     def to_hf_name(self, path: str) -> str:
         """Translate a parameter's path in our decoder to its Hugging Face name.
 
-        The stacked matrix of all experts is a module with a weight here, one tensor there.
+        The stacked matrix of all experts is a module's weight in our decoder, and one tensor in
+        files.
 
         >>> LLAMA.to_hf_name("layers.0.attention.query.weight")
         'model.layers.0.self_attn.q_proj.weight'

@@ -41,7 +41,7 @@ def shrink_model(
     """
     config = shape.to_config()
     if num_layers is not None and num_layers < shape.num_layers:
-        config.update(_build_layer_fields(shape, config, num_layers))
+        config.update(_build_layer_fields(shape, num_layers))
     if hidden_size is not None and hidden_size < shape.hidden_size:
         config.update(_build_width_fields(shape, config, hidden_size))
     if vocab_size is not None and vocab_size < shape.vocab_size:
@@ -62,9 +62,7 @@ def _rename_fields(shape: ModelShape, values: Mapping[str, Any]) -> dict[str, An
     return {_GPT2_FIELD_NAMES.get(name, name): value for name, value in values.items()}
 
 
-def _build_layer_fields(
-    shape: ModelShape, config: Mapping[str, Any], num_layers: int
-) -> dict[str, Any]:
+def _build_layer_fields(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     first_of_kind: dict[tuple[object, ...], int] = {}
     for index, layer in enumerate(shape.layers):
         first_of_kind.setdefault((layer.window, layer.rope, layer.sparse), index)

@@ -95,5 +95,5 @@ def _require_answers(path: StoragePath, failures: list[str | None]) -> None:
         raise CheckpointError(
             f"cannot be read: {'; '.join(listed)}",
             field=str(path),
-            remedy="Nothing shows that it is damaged; try again when the store answers",
+            remedy="It may be intact: try again when the store answers",
         )

@@ -199,7 +199,7 @@ def _build_field_error(
         else ""
     )
     return CheckpointError(
-        f"not a shardwright checkpoint: the values are not as `train` writes them{more}",
+        f"not a shardwright checkpoint: `train` does not write such values{more}",
         field=f"{folder / VALUES_NAME}: {field}" if field else str(folder / VALUES_NAME),
         got=got,
         allowed=allowed,

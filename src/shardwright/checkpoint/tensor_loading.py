@@ -298,7 +298,7 @@ class _OpenFiles:
                     opening.pop_all()  # it stays open
         opened, entries = self._open[file]
         if key not in entries:
-            raise CheckpointError(f"{file} no longer holds {key}", field=str(self._folder))
+            raise CheckpointError(f"{file} no longer contains {key}", field=str(self._folder))
         return opened, entries[key]
 
 

@@ -166,16 +166,7 @@ def plan_command(
         should_read_data=data,
         expert_load_run=expert_load,
     )
-    corrections = [
-        line
-        for line in (
-            describe_correction(result, step_profile),
-            result.row_summary,
-            *(split.describe() for split in result.context_splits),
-            result.expert_summary,
-        )
-        if line is not None
-    ]
+    corrections = _list_corrections(result, step_profile)
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
@@ -190,16 +181,12 @@ def plan_command(
         else _emit_layout(emit, loaded_recipe, result.chosen, target.num_nodes, out)
     )
     if json_output:
-        content = (
-            _build_json(result, loaded_recipe, target)
-            | {"emitted": emitted, "seconds": seconds}
-            | {"peer_copies": None if peer_copies is None else asdict(peer_copies)}
-        )
-        print_json(content)
+        costs = None if peer_copies is None else asdict(peer_copies)
+        content = _build_json(result, loaded_recipe, target)
+        print_json(content | {"emitted": emitted, "seconds": seconds, "peer_copies": costs})
         _print_warning(result)
     elif emitted is not None and out is None:
-        if result.precision_reason is not None:
-            sys.stderr.write(f"precision auto: {result.precision_reason}\n")
+        _print_precision_reason(result)
         sys.stdout.write(emitted["text"])
         _print_warning(result)
     else:
@@ -212,14 +199,29 @@ def plan_command(
             assert result.chosen is not None
             sys.stdout.write(f"{peer_copies.describe(result.chosen.time.step)}\n")
     if result.chosen is None:
-        raise LayoutError(
-            f"no layout fits on {target.name}"
-            if result.effort.num_too_large
-            else f"no layout is possible on {target.name}",
-            field="--cluster",
-            got=f"{target.num_gpus} GPUs of {target.accelerator.memory_bytes / 2**30:.0f} GiB",
-            remedy=result.remedy,
-        )
+        raise _build_no_layout_error(result, target)
+
+
+def _list_corrections(result: PlanningResult, profile: StepProfile | None) -> list[str]:
+    """List the sentences about data and measurements that changed the predictions."""
+    lines = (
+        describe_correction(result, profile),
+        result.row_summary,
+        *(split.describe() for split in result.context_splits),
+        result.expert_summary,
+    )
+    return [line for line in lines if line is not None]
+
+
+def _build_no_layout_error(result: PlanningResult, cluster: Cluster) -> LayoutError:
+    problem = "no layout fits" if result.effort.num_too_large else "no layout is possible"
+    memory_gib = cluster.accelerator.memory_bytes / 2**30
+    return LayoutError(
+        f"{problem} on {cluster.name}",
+        field="--cluster",
+        got=f"{cluster.num_gpus} GPUs of {memory_gib:.0f} GiB",
+        remedy=result.remedy,
+    )
 
 
 def describe_correction(result: PlanningResult, profile: StepProfile | None) -> str | None:
@@ -234,11 +236,22 @@ def describe_correction(result: PlanningResult, profile: StepProfile | None) -> 
     )
 
 
+def _print_precision_reason(result: PlanningResult) -> None:
+    if result.precision_reason is not None:
+        sys.stderr.write(f"precision auto: {result.precision_reason}\n")
+
+
 def _print_warning(result: PlanningResult) -> None:
-    """Print on standard error that the chosen layout is tight; the table contains the same
-    warning."""
-    if result.chosen is not None and result.chosen.warning is not None:
-        sys.stderr.write(f"warning: the chosen layout {result.chosen.warning}\n")
+    """Print on standard error that the chosen layout is tight, as the table does."""
+    warning = _describe_warning(result.chosen)
+    if warning is not None:
+        sys.stderr.write(f"warning: {warning}\n")
+
+
+def _describe_warning(chosen: Prediction | None) -> str | None:
+    if chosen is None or chosen.warning is None:
+        return None
+    return f"the chosen layout {chosen.warning}"
 
 
 def _check_emit(system: str | None, out: Path | None) -> None:
@@ -310,6 +323,15 @@ def _parse_gpu_counts(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(number) for number in numbers}))
 
 
+def _describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    return {
+        "name": cluster.name,
+        "num_gpus": cluster.num_gpus,
+        "memory_bytes": cluster.accelerator.memory_bytes,
+        "rates": cluster.rates_source,
+    }
+
+
 def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY
 
@@ -329,12 +351,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
 
     return {
         "recipe": recipe.name,
-        "cluster": {
-            "name": cluster.name,
-            "num_gpus": cluster.num_gpus,
-            "memory_bytes": cluster.accelerator.memory_bytes,
-            "rates": cluster.rates_source,
-        },
+        "cluster": _describe_cluster(cluster),
         "num_steps": steps,
         "chosen": describe(chosen),
         "interval_share": INTERVAL_SHARE,
@@ -345,21 +362,19 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,
         "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],
-        "warning": None
-        if chosen is None or chosen.warning is None
-        else f"the chosen layout {chosen.warning}",
+        "warning": _describe_warning(chosen),
         "layouts": [describe(prediction) for prediction in result.predictions],
         "as_the_recipe_has_it": describe(result.recipe_prediction),
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
         "rejected": [
             {
-                "name": rejection.name,
-                "reason": rejection.reason,
-                "needed_bytes": rejection.needed_bytes,
-                "change": rejection.change,
-                "changed": describe(rejection.changed_prediction),
+                "name": each.name,
+                "reason": each.reason,
+                "needed_bytes": each.needed_bytes,
+                "change": each.change,
+                "changed": describe(each.changed_prediction),
             }
-            for rejection in result.rejections
+            for each in result.rejections
         ],
         "scaling": [
             {
@@ -372,9 +387,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "explanation": list(result.explanation),
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
-        "recompute_choice": None
-        if result.recompute_choice is None
-        else result.recompute_choice.as_dict(),
+        "recompute_choice": result.recompute_choice and result.recompute_choice.as_dict(),
         "missing_kernels": result.missing_kernels,
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,

@@ -114,6 +114,22 @@ def rehearse_and_print(
     return result
 
 
+def _print_collectives(result: Rehearsal, console: Console) -> None:
+    """Print every collective and message of each rehearsed rank, in order."""
+    for report in result.reports:
+        console.print(f"rank {report.rank}")
+        for position, call in enumerate(report.collectives):
+            where = (
+                f"with rank {call.peer}"
+                if call.peer is not None
+                else f"over {result.find_axes(report, call.ranks)} {call.ranks}"
+            )
+            console.print(
+                f"  {position:5} {call.kind:14} {format_bytes(call.num_bytes):>10} "
+                f"{call.dtype:9} {where}"
+            )
+
+
 def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bool) -> None:
     from rich.table import Column, Table
 
@@ -162,18 +178,8 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
     _print_traffic(result, worst, console)
     for line in result.assumptions:
         console.print(f"assumption: {line}")
-    for report in result.reports if should_list_all else ():
-        console.print(f"rank {report.rank}")
-        for position, call in enumerate(report.collectives):
-            where = (
-                f"with rank {call.peer}"
-                if call.peer is not None
-                else f"over {result.find_axes(report, call.ranks)} {call.ranks}"
-            )
-            console.print(
-                f"  {position:5} {call.kind:14} {format_bytes(call.num_bytes):>10} "
-                f"{call.dtype:9} {where}"
-            )
+    if should_list_all:
+        _print_collectives(result, console)
     if result.disagreement is None:
         console.print("all collectives match: same order, same sizes, every send has a receive")
 

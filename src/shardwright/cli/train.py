@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright import api
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath, enable_log
 from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.cli.output.json_output import print_json
@@ -82,6 +81,8 @@ def train_command(
             got=", ".join(allow_drift),
             remedy="Add --resume",
         )
+    from shardwright.launch.world_sizes import resolve_training_layout
+
     changes = list(overrides or [])
     if run_dir is not None:
         changes.append(f"run.dir={json.dumps(str(run_dir))}")
@@ -89,7 +90,7 @@ def train_command(
     planned_from = loaded_recipe if loaded_recipe.layout.auto else None
     if planned_from is not None:
         enable_log()
-    loaded_recipe, world_size = api.resolve_training_layout(loaded_recipe, nproc)
+    loaded_recipe, world_size = resolve_training_layout(loaded_recipe, nproc)
     if rehearse_first:
         is_launched = detect_rank_environment() is not None
         _rehearse_first(loaded_recipe, world_size, is_launched=is_launched)

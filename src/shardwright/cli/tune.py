@@ -39,15 +39,18 @@ ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
 ]
 Budget = Annotated[
-    str, typer.Option("--budget", metavar="TIME", help="Time limit of everything: 90s, 10m, 1.5h.")
+    str,
+    typer.Option(
+        "--budget", metavar="TIME", help="Time limit of the whole search: 90s, 10m, 1.5h."
+    ),
 ]
 TrialLimit = Annotated[
     str | None,
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial. Default: a quarter of the budget; the first may use all of "
-        "it.",
+        help="Time limit of one trial. Default: a quarter of the budget; for the first trial, the "
+        "whole budget.",
     ),
 ]
 NumSteps = Annotated[

@@ -30,6 +30,25 @@ def build_torchrun_arguments(job: Job) -> list[str]:
     ]
 
 
+def _check_hosts(hosts: Sequence[str], num_nodes: int) -> None:
+    if len(hosts) != num_nodes:
+        raise InputError(
+            "every node needs an address that the others can reach",
+            field="--hosts",
+            got=",".join(hosts) or None,
+            allowed=f"{num_nodes} comma-separated names or addresses",
+            remedy="Set --hosts node1,node2",
+        )
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise InputError(
+                "not a node address",
+                field="--hosts",
+                got=repr(host),
+                allowed="names or addresses, e.g. node1,node2",
+            )
+
+
 def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return one line of shell per node; the first node hosts the rendezvous.
 
@@ -64,22 +83,7 @@ def build_torchrun_commands(job: Job, hosts: Sequence[str]) -> list[str]:
     if job.num_nodes == 1 and not hosts:
         command = ["torchrun", "--standalone", common, *build_torchrun_arguments(job)]
         return [f"{variables} {shlex.join(command)}"]
-    if len(hosts) != job.num_nodes:
-        raise InputError(
-            "every node needs an address that the others can reach",
-            field="--hosts",
-            got=",".join(hosts) or None,
-            allowed=f"{job.num_nodes} comma-separated names or addresses",
-            remedy="Set --hosts node1,node2",
-        )
-    for host in hosts:
-        if not _HOST.fullmatch(host):
-            raise InputError(
-                "not a node address",
-                field="--hosts",
-                got=repr(host),
-                allowed="names or addresses, e.g. node1,node2",
-            )
+    _check_hosts(hosts, job.num_nodes)
     if job.keeps_processes:
         return [
             f"{variables} {_build_place(job, hosts[0], number)} "

@@ -116,11 +116,11 @@ class ElasticSection(RecipeSection):
             raise ValueError("`warm_restarts` is for restarts: set `max_restarts` too")
         if self.spare_nodes and not self.warm_restarts:
             raise ValueError(
-                "`spare_nodes` have processes that wait for a lost node: set `warm_restarts` too"
+                "`spare_nodes` replace lost nodes in warm restarts: set `warm_restarts` too"
             )
         if self.peer_copies and not self.warm_restarts:
             raise ValueError(
-                "`peer_copies` are in the memory of processes that stay: set `warm_restarts` too"
+                "`peer_copies` need processes that survive a restart: set `warm_restarts` too"
             )
         return self
 

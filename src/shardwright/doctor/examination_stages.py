@@ -39,7 +39,8 @@ _MESSAGE_BYTES = {
 _GROUP_TIMEOUT_SHARES = {"cpu": 0.7, "cuda": 2.0}
 """Time-out of a collective as a multiple of the time-out of a stage.
 
-gloo raises an error, which the rank can report. NCCL ends the process, so the watch acts first.
+With gloo it raises an error, which the rank reports. With NCCL it ends the process, so it is longer
+than the stage's, and the watchdog acts first.
 """
 _COLLECTIVES_SECONDS = 30.0
 _RESULTS_SECONDS = 20.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.disk import write_file
 from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.storage_path import RemotePath
 from shardwright.doctor.checklist_context import ChecklistContext
 from shardwright.doctor.finding import Finding, Verdict
 from shardwright.doctor.storage import OutputFolder, find_existing_folder, time_write
@@ -88,18 +89,7 @@ def check_checkpoints(context: ChecklistContext) -> Iterator[Finding]:
     numbers = {"bytes": checkpoint_bytes, "kept": num_checkpoints}
     yield Finding("checkpoints", "size", "pass", value, numbers=numbers)
     if not isinstance(folder, Path):
-        try:
-            probe = folder / f".shardwright-doctor-{secrets.token_hex(4)}"
-            disk = get_disk(folder)
-            disk.make_folder(folder)
-            write_file(probe, b"probe", disk)
-            disk.remove(probe)
-        except (OSError, CheckpointError) as error:
-            value = f"cannot write to {folder}: {error}"
-            remedy = "Check credentials and bucket, or --set checkpoint.dir=..."
-            yield Finding("checkpoints", "checkpoint folder", "fail", value, remedy)
-            return
-        yield Finding("checkpoints", "checkpoint folder", "pass", f"{folder} is writable")
+        yield _check_remote_folder(folder)
         return
     result = time_write(OutputFolder("checkpoints", str(folder), True))
     if result.problem:
@@ -140,6 +130,22 @@ def check_checkpoints(context: ChecklistContext) -> Iterator[Finding]:
             value = f"{count} permanently kept checkpoints need {more} more"
             remedy = f"--set checkpoint.keep_every={2 * section.keep_every}"
             yield Finding("checkpoints", "keep_every", "warn", value, remedy)
+
+
+def _check_remote_folder(folder: RemotePath) -> Finding:
+    """Write and remove one small object."""
+    name = "checkpoint folder"
+    try:
+        probe = folder / f".shardwright-doctor-{secrets.token_hex(4)}"
+        disk = get_disk(folder)
+        disk.make_folder(folder)
+        write_file(probe, b"probe", disk)
+        disk.remove(probe)
+    except (OSError, CheckpointError) as error:
+        value = f"cannot write to {folder}: {error}"
+        remedy = "Check credentials and bucket, or --set checkpoint.dir=..."
+        return Finding("checkpoints", name, "fail", value, remedy)
+    return Finding("checkpoints", name, "pass", f"{folder} is writable")
 
 
 def check_save_interval(context: ChecklistContext) -> Iterator[Finding]:

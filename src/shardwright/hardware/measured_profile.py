@@ -102,10 +102,10 @@ class TierRates:
     host_memory_bytes_per_second: float | None = None
     """Bytes read plus written by the CPU in host memory."""
     disk_read_bytes_per_second: float | None = None
-    """Of direct I/O in the folder of scratch files."""
+    """Rate of direct I/O in the folder of scratch files."""
     disk_write_bytes_per_second: float | None = None
     disk_both_bytes_per_second: float | None = None
-    """Of each direction while the other one is at work."""
+    """Rate of each direction while both are busy."""
 
 
 def compute_attention_flops(num_tokens: int, row_tokens: int, widths: int) -> float:
@@ -307,7 +307,7 @@ def save_profile(profile: MeasuredProfile, path: str | Path) -> None:
 
 
 def _read_rates(content: dict[str, Any], name: str, rate: type[Rate]) -> tuple[Rate, ...]:
-    """Read a list of rates; the types of the dataclass say how to check their values."""
+    """Read a list of rates; the type of a field decides how its value is checked."""
     entries = content.get(name, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InputError(

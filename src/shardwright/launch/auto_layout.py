@@ -161,7 +161,7 @@ def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
     Raises:
         InputError: No cluster is named and the catalogue does not know this machine's GPU.
         RecipeError: No choice fits, the plan cannot choose for this model, or `auto` on a CPU
-            without a cluster, whose memory nobody states.
+            without a cluster, so that its memory is unknown.
     """
     if recipe.recompute_kind is not None:
         return plan

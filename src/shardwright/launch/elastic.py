@@ -142,13 +142,8 @@ def run_with_restarts(
         except (RunFailed, InputError) as error:
             former_size = attempt.former_world_size or attempt.world_size
             has_grown = attempt.world_size > former_size
-            # Wrong input would be wrong again, but a device that is missing is no wrong input.
-            if (
-                isinstance(error, NonFiniteError | SaveFailed)
-                or (isinstance(error, InputError) and not has_grown)
-                or stop
-                or attempt.number >= recipe.elastic.max_restarts
-            ):
+            is_last = attempt.number >= recipe.elastic.max_restarts
+            if stop or is_last or _is_permanent(error, has_grown=has_grown):
                 raise
             has_saved = _read_latest(folder.checkpoints) != saved_before
             has_progressed = has_saved or read_newest_step() > step_before
@@ -158,10 +153,7 @@ def run_with_restarts(
                 size = former_size
             elif not (has_progressed or isinstance(error, OutOfMemory)):
                 # After running out of memory, fewer ranks would need even more memory each.
-                smaller = find_smaller(size)
-                while smaller is not None and smaller > count_slots():
-                    smaller = find_smaller(smaller)
-                size = smaller or size
+                size = _find_size_that_fits(size, find_smaller, count_slots()) or size
             number = attempt.number + 1
             reason = str(error).partition("\n")[0]
         num_failed_growths += is_failed_growth
@@ -175,6 +167,26 @@ def run_with_restarts(
             if every_steps is not None and size < world_size and not stop
             else None,
         )
+
+
+def _find_size_that_fits(
+    size: int, find_smaller: Callable[[int], int | None], num_slots: int
+) -> int | None:
+    """Return the next smaller number of ranks that fits in `num_slots`; None if there is none."""
+    smaller = find_smaller(size)
+    while smaller is not None and smaller > num_slots:
+        smaller = find_smaller(smaller)
+    return smaller
+
+
+def _is_permanent(error: RunFailed | InputError, *, has_grown: bool) -> bool:
+    """Return True if a restart would fail with the same error.
+
+    Wrong input would be wrong again. After a growth, the error can be a device that is missing.
+    """
+    return isinstance(error, NonFiniteError | SaveFailed) or (
+        isinstance(error, InputError) and not has_grown
+    )
 
 
 def _read_latest(root: StoragePath) -> StepFolder | None:

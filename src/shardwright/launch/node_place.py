@@ -79,7 +79,7 @@ def count_ranks(elastic: ElasticSection, num_ranks: int | None) -> int:
             "no node is left for the ranks",
             field="elastic.spare_nodes",
             got=elastic.spare_nodes,
-            allowed=f"at most {num_nodes - 1}, because the run has {num_nodes} of them",
+            allowed=f"at most {num_nodes - 1}: the run has {num_nodes} nodes",
             remedy="Lower it, or start more nodes, each with `train --nproc` as its one process",
         )
     if place is not None:

@@ -2,8 +2,8 @@
 
 `python -m shardwright.launch.node_ranks --num-ranks 8 --num-nodes 2 --node-rank 0
 --master-addr HOST --master-port 29500 -- train RECIPE` is the command of a pod. torchrun would
-replace the ranks' exit codes by 1, and whoever restarts the pods could not distinguish a rank
-that has saved from one that was lost or had wrong input.
+replace the ranks' exit codes by 1. Kubernetes could then not distinguish a rank that has saved from
+one that was lost or had wrong input.
 
 Imports no torch: each rank does, on its own.
 """
@@ -64,7 +64,8 @@ def run_node_ranks(
     """Run the command once per rank, forward stop signals, and return the ranks' exit code.
 
     If a rank fails, the others get SIGTERM, and SIGKILL after `peer_seconds`. Ranks that save
-    because of a stop signal are waited for; whoever sent it limits their time.
+    because of a stop signal are waited for; the sender of the signal limits their
+    time.
     """
     with _forward_stop_signals() as processes:
         for local_rank in range(ranks.num_ranks):

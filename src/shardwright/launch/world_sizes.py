@@ -11,6 +11,7 @@ import logging
 from shardwright.config import Recipe
 from shardwright.errors import InputError, RecipeError
 from shardwright.launch.elastic import find_smaller_world_size
+from shardwright.launch.node_place import count_ranks, find_node_place
 from shardwright.plans import resolve_degrees
 
 logger = logging.getLogger("shardwright")
@@ -44,7 +45,7 @@ class WorldSizes:
             return
         if min_ranks > self._world_size:
             raise RecipeError(
-                "there are fewer ranks at the start",
+                "the run starts with fewer ranks",
                 field="elastic.min_ranks",
                 got=min_ranks,
                 allowed=f"at most {self._world_size}, the number of ranks",
@@ -59,7 +60,7 @@ class WorldSizes:
                 "degrees and its global batch",
                 field="elastic.min_ranks",
                 got=min_ranks,
-                allowed="null; or a smaller number, an open data degree, an open accumulation",
+                allowed="null, a smaller number, or open degrees of data and accumulation",
                 remedy="Leave layout.dp_shard (or dp_replicate) and "
                 "training.gradient_accumulation_steps open, or use layout: auto",
             )
@@ -122,3 +123,26 @@ class WorldSizes:
         logger.info("%s", describe_choice(plans[best]))
         self._planned[best] = plans[best].recipe
         return best
+
+
+def resolve_training_layout(recipe: Recipe, num_ranks: int | None) -> tuple[Recipe, int]:
+    """Return the recipe with layout `auto` resolved, and the number of ranks that train it.
+
+    A launcher's number of ranks goes before `num_ranks`, whose default is 1; see `count_ranks`.
+
+    Raises:
+        InputError: degrees or batch sizes that contradict each other or the number of ranks.
+    """
+    world_size = count_ranks(recipe.elastic, num_ranks)
+    if recipe.layout.auto:
+        if recipe.cluster is None and find_node_place(recipe.elastic, num_ranks) is not None:
+            raise InputError(
+                "how the ranks of several nodes are connected is not known",
+                field="cluster",
+                remedy="Describe the nodes in `cluster`, or write the degrees of `layout`",
+            )
+        from shardwright.launch.auto_layout import resolve_auto_layout
+
+        recipe = resolve_auto_layout(recipe, world_size)
+    resolve_degrees(recipe, world_size)
+    return recipe, world_size

@@ -15,7 +15,7 @@ Bounds = tuple[tuple[int, int], ...]
 class DimSection:
     """Part of a dimension that is sharded separately.
 
-    It has `length` indices from `start` on, in `num_pieces` pieces.
+    It covers `length` indices from `start`, divided into `num_pieces` pieces.
 
     A fused projection has several sections: each rank holds its piece of every one, side by
     side. With fewer pieces than ranks, adjacent ranks hold the same piece: the case of fewer
@@ -44,7 +44,8 @@ class Shard:
 class ParameterLayout:
     """Distribution of one parameter over the ranks.
 
-    `shards` apply in order, each to what the earlier ones left, so ZeRO's comes last. Ranks along
+    `shards` apply in order: each divides the piece that the earlier ones leave, and ZeRO's is
+    last. Ranks along
     `replicated_axes` hold equal values (counted once in a norm, written once in a checkpoint). The
     gradient is the sum over `reduced_axes` (and over adjacent ranks that hold the same piece of a
     section), without division: the loss already contains the one normaliser. `pp_ranks` are the

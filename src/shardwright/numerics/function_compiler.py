@@ -30,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
 """Inductor's options for PyTorch's own rounding; those that a version lacks are left out."""
 
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Compiled functions of this process: each has one list of graphs, whoever calls it."""
+"""Compiled functions of this process: each has one list of graphs for all its callers."""
 
 
 class FunctionCompiler:

@@ -1,10 +1,10 @@
 """Staging buffers on a CUDA device, filled and emptied on copy streams of their own.
 
-[Note: order of copies] The update of a bucket runs on the stream of training. `copy_in` makes it
-wait for the bucket's arrival, `copy_out` lets the copy back wait for the update, and a buffer is
+[Note: order of copies] The update of a bucket runs on the training stream. It waits for the copy
+that `copy_in` launches. The copy that `copy_out` launches waits for the update, and a buffer is
 filled again only after that copy. The host waits for none of them. At the end of a step the
-stream of training waits for the last copy back, so that whoever waits for training's stream also
-sees the host memory complete.
+training stream waits for the last copy to host memory. Code that synchronises with the training
+stream therefore finds the host memory complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwright.offload.state_buckets import StateBucket
 
 NUM_BUFFERS = 3
-"""One is filled, one updated, one emptied."""
+"""Number of buffers: at any time one is filled, one updated and one emptied."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class DeviceBuffers:
         self._stream_out = torch.cuda.Stream(device)
 
     def begin_step(self) -> None:
-        """Let copies wait for what training has launched so far."""
+        """Make the copies wait for all work that the training stream has so far."""
         self._stream_in.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy_in(self, bucket: StateBucket, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -72,5 +72,5 @@ class DeviceBuffers:
         return buffer.emptied
 
     def end_step(self) -> None:
-        """Let training's stream wait for the last copy to host memory."""
+        """Make the training stream wait for the last copy to host memory."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream_out)

@@ -31,7 +31,7 @@ class _HostCopy:
 class HostUpdate:
     """Weights and gradients of a rank in pinned host memory for the time of an update.
 
-    The weights come with every step, so whoever changes those on the device (a restored
+    The weights come with every step, so code that changes those on the device (a restored
     checkpoint, kept zeros) need not know of the copies.
     """
 
@@ -70,7 +70,7 @@ class HostUpdate:
         self._copied_names.add(name)
 
     def end_gradients(self) -> None:
-        """Let training's stream wait for the copies, so that whoever waits for it has them."""
+        """Make the training stream wait for the copies, which end before its later work."""
         self._copied_event = self._stream_out.record_event()
         torch.cuda.current_stream(self._device).wait_event(self._copied_event)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,28 +66,18 @@ def build_optimizer(
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
     ]
-    matrices = (
-        model.block_matrices() if section.name == "muon" and model is not None else frozenset()
-    )
-    groups: list[dict[str, Any]] = []
-    for rule in ("muon", "adamw") if section.name == "muon" else (section.name,):
-        for decay, is_decayed in ((weight_decay, True), (0.0, False)):
-            members = [
-                (name, parameter)
-                for name, parameter in trainable
-                if (name in matrices) == (rule == "muon")
-                and _has_decay(name, parameter) == is_decayed
-            ]
-            if members:
-                groups.append(
-                    {"params": members, "weight_decay": decay}
-                    | ({"rule": rule} if section.name == "muon" else {})
-                )
-    if not groups:  # a pipeline rank whose stages are frozen
-        groups.append(
-            {"params": [], "weight_decay": 0.0}
-            | ({"rule": "adamw"} if section.name == "muon" else {})
+    if section.name == "muon":
+        matrices = frozenset() if model is None else model.block_matrices()
+        groups = _group_by_decay(
+            [item for item in trainable if item[0] in matrices], weight_decay, rule="muon"
+        ) + _group_by_decay(
+            [item for item in trainable if item[0] not in matrices], weight_decay, rule="adamw"
         )
+        groups = groups or [{"params": [], "weight_decay": 0.0, "rule": "adamw"}]
+    else:
+        groups = _group_by_decay(trainable, weight_decay)
+        # A pipeline rank whose stages are frozen has no parameters.
+        groups = groups or [{"params": [], "weight_decay": 0.0}]
     implementation = choose_implementation([parameter for _, parameter in trainable])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
@@ -111,6 +101,19 @@ def build_optimizer(
         ),
     )
     return optimizer
+
+
+def _group_by_decay(
+    members: Sequence[tuple[str, torch.nn.Parameter]], weight_decay: float, **fields: str
+) -> list[dict[str, Any]]:
+    """Return the non-empty groups of parameters with and without decay, each with `fields`."""
+    decayed = [(name, parameter) for name, parameter in members if _has_decay(name, parameter)]
+    others = [(name, parameter) for name, parameter in members if not _has_decay(name, parameter)]
+    return [
+        {"params": group, "weight_decay": decay, **fields}
+        for group, decay in ((decayed, weight_decay), (others, 0.0))
+        if group
+    ]
 
 
 def _has_decay(name: str, parameter: torch.nn.Parameter) -> bool:

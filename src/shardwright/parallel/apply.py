@@ -24,11 +24,12 @@ computed from the layout alone and then checked against the sharded tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -192,24 +193,10 @@ def apply_layout(
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
             decoder.working_weights = WorkingWeights(decoder, precision.compute)
-    module: nn.Module = decoder
-    # A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to
-    # wrap it. DDP changes its buckets after the first step, so the sums of a resumed run's first
-    # step could be rounded differently: no DDP under deterministic algorithms.
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    replica_group = (
-        None
-        if mesh is None or sharded or stages or not trainable or is_deterministic
-        else mesh.group("dp_replicate", "fsdp")
-    )
-    # Experts on different `ep` ranks are not copies of each other, so DDP must not reduce them
-    # over its group.
-    excluded_names = frozenset(
-        name for name, parameter in layouts.items() if "ep" in parameter.shard_axes and not sharded
-    )
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
-    if trained_offload is not None and not sharded:
-        excluded_names |= trained_offload.names  # their gradients leave before DDP's buckets
+    excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
+    replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
+    module: nn.Module = decoder
     if replica_group is not None:
         with storage or nullcontext():  # DDP's buckets are memory too
             module = apply_ddp(
@@ -252,6 +239,34 @@ def apply_layout(
             model, stages, mesh, plan.batch.gradient_accumulation_steps
         )
     return model
+
+
+def _exclude_from_ddp(
+    layouts: Mapping[str, ParameterLayout], offload: TrainedWeightStore | None
+) -> frozenset[str]:
+    """Return the names of parameters whose gradients DDP must not reduce over its group.
+
+    Experts on different `ep` ranks are not copies of each other. Gradients of offloaded weights
+    leave the device before DDP's buckets are reduced.
+    """
+    experts = {name for name, parameter in layouts.items() if "ep" in parameter.shard_axes}
+    return frozenset(experts if offload is None else experts | offload.names)
+
+
+def _find_replica_group(
+    plan: Plan, mesh: Mesh | None, *, has_gradients: bool
+) -> dist.ProcessGroup | None:
+    """Return the group over which DDP reduces gradients; None if DDP does not wrap the model.
+
+    A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to wrap
+    it. DDP changes its buckets after the first step, so the sums of a resumed run's first step
+    could be rounded differently: no DDP under deterministic algorithms.
+    """
+    if mesh is None or plan.layout.is_sharded or plan.placement.stages or not has_gradients:
+        return None
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    return mesh.group("dp_replicate", "fsdp")
 
 
 def _build_pipeline(

@@ -140,8 +140,8 @@ def launch_reductions(
 ) -> list[LaunchedReduction]:
     """Begin to reduce local gradients; `wait` of each result puts the sums in place.
 
-    Until then nobody may read or change these gradients. As `reduce_gradients` otherwise; a
-    gradient is reduced over one group only.
+    Until then these gradients must not be read or changed. Each gradient is reduced over one group
+    only. Otherwise as `reduce_gradients`.
     """
     launched = []
     for group, parts in _group_parts(reductions, gradients):

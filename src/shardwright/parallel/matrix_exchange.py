@@ -8,7 +8,7 @@ rank holds whole is not sent. Every rank computes the same assignment from the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -227,28 +227,23 @@ def _apply_over_group(
     results_to_send: list[list[Tensor]] = [[] for _ in range(size)]
     for matrix in own_matrices:
         whole = like.new_empty(matrix.shape)
-        for other, pieces in enumerate(matrix.pieces):
-            for piece in pieces:
-                if piece.is_first_copy:
-                    local = (
-                        narrow_to_box(tensors[matrix.name], piece.local_bounds)
-                        if other == position
-                        else _pop_piece(gathered, cursors, other, piece)
-                    )
-                    narrow_to_box(whole, piece.matrix_bounds).copy_(
-                        local.view(piece.matrix_bounds[0][1], piece.matrix_bounds[1][1])
-                    )
+        for other, piece in _list_pieces(matrix):
+            if piece.is_first_copy:
+                local = (
+                    narrow_to_box(tensors[matrix.name], piece.local_bounds)
+                    if other == position
+                    else _pop_piece(gathered, cursors, other, piece)
+                )
+                target = narrow_to_box(whole, piece.matrix_bounds)
+                target.copy_(local.view(target.shape))
         result = function(whole)
-        for other, pieces in enumerate(matrix.pieces):
-            for piece in pieces:
-                if other == position:
-                    narrow_to_box(results[matrix.name], piece.local_bounds).copy_(
-                        narrow_to_box(result, piece.matrix_bounds).view_as(
-                            narrow_to_box(results[matrix.name], piece.local_bounds)
-                        )
-                    )
-                else:
-                    results_to_send[other].append(narrow_to_box(result, piece.matrix_bounds))
+        for other, piece in _list_pieces(matrix):
+            part = narrow_to_box(result, piece.matrix_bounds)
+            if other == position:
+                target = narrow_to_box(results[matrix.name], piece.local_bounds)
+                target.copy_(part.view_as(target))
+            else:
+                results_to_send[other].append(part)
     counts = [
         0
         if other == position
@@ -262,6 +257,13 @@ def _apply_over_group(
             for piece in matrix.pieces[position]:
                 target = narrow_to_box(results[matrix.name], piece.local_bounds)
                 target.copy_(_pop_piece(returned, cursors, other, piece).view(target.shape))
+
+
+def _list_pieces(matrix: _Matrix) -> Iterator[tuple[int, _MatrixPiece]]:
+    """Yield (rank in the group, piece) of every piece of a matrix."""
+    for rank, pieces in enumerate(matrix.pieces):
+        for piece in pieces:
+            yield rank, piece
 
 
 def _count_elements(matrices: list[_Matrix], source: int, *, first_only: bool) -> int:

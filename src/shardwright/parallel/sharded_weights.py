@@ -47,7 +47,7 @@ def store_shards(
     for module in decoder.modules():
         if module not in in_blocks:
             module.to_empty(device=device, recurse=False)
-    units = _list_units(decoder, fsdp_modules)
+    units = _list_units(fsdp_modules)
     for unit, (blocks, groups) in units.items():
         for block in blocks:
             block.to_empty(device=device)
@@ -76,7 +76,7 @@ def store_shards(
 
 
 def _list_units(
-    decoder: Decoder, fsdp_modules: Sequence[FSDPModule]
+    fsdp_modules: Sequence[FSDPModule],
 ) -> dict[int, tuple[list[Block], list[Any]]]:
     """Return the blocks and FSDP2's groups of each unit, by the index of its first layer."""
     units: dict[int, tuple[list[Block], list[Any]]] = {}

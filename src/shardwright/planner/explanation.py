@@ -35,7 +35,7 @@ def explain(predictor: Predictor, problem: PlanningProblem, result: SearchResult
         _explain_tensor_links(predictor, problem),
         _explain_micro_batches(predictor, problem),
         _explain_tensor_parallelism(predictor, problem, result),
-        _explain_recomputation(predictor, problem, chosen),
+        _explain_recomputation(predictor, chosen),
         _explain_low_precision(predictor, chosen),
         _explain_adapters(predictor, problem, chosen),
     ]
@@ -134,9 +134,7 @@ def _explain_tensor_parallelism(
     )
 
 
-def _explain_recomputation(
-    predictor: Predictor, problem: PlanningProblem, chosen: Prediction
-) -> str | None:
+def _explain_recomputation(predictor: Predictor, chosen: Prediction) -> str | None:
     """Compare the saved memory and added time of full recomputation with those of a higher ZeRO
     stage."""
     plain = replace(chosen.candidate, recompute="none")

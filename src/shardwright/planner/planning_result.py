@@ -82,8 +82,6 @@ class PlanningResult:
     precision_reason: str | None = None
     """Reason for the precision that `precision: auto` resolved to. None if the recipe names
     it."""
-    is_chosen_for_margin: bool = False
-    """True if a tight layout that is as good as the chosen one or better was passed over."""
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
@@ -154,18 +152,16 @@ def plan_recipe(
         step_profile: step times that `tune` measured on this cluster; they correct the predicted
             times of the layouts, and the choice among them.
         rows: rows of the data. The layouts that the search finds for full rows are predicted with
-            them, ordered and chosen anew.
+            them, then ordered and chosen again.
         expert_loads: loads that a run of this model logged, instead of even ones.
 
     Raises:
         InputError: the model is unsupported or its size is unknown, or the device lacks the
             precision.
     """
-    choice = (
-        choose_precision_on(cluster.accelerator)
-        if recipe.precision.kind == "auto" and precision is None
-        else None
-    )
+    choice = None
+    if recipe.precision.kind == "auto" and precision is None:
+        choice = choose_precision_on(cluster.accelerator)
     recipe = settle_precision(recipe, choice)
     facts = get_model_facts(read_planning_shape(recipe))
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
@@ -197,7 +193,9 @@ def plan_recipe(
         num_proven = 0  # the proof is about full rows
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
         splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
+    num_measured_steps = None
     if correction is not None and not correction.is_empty:
+        num_measured_steps = correction.num_steps
         predictions, chosen = correction.correct_search(result)
         num_proven = 0  # the proof is about predictions without correction
         own = None if own is None else correction.apply(own)
@@ -212,10 +210,7 @@ def plan_recipe(
         uncertainty=predictor.uncertainty,
         remedy=None if chosen else _find_remedy(facts, cluster, efficiency, predictor, problem),
         precision_reason=None if choice is None else choice.reason,
-        is_chosen_for_margin=result.best_with_margin is not None,
-        num_measured_steps=None
-        if correction is None or correction.is_empty
-        else correction.num_steps,
+        num_measured_steps=num_measured_steps,
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),

@@ -9,9 +9,9 @@ The file is one JSON object per cluster, in a folder that later plans search:
                      measured_at}]
 
 `workload` is a hash of model, batch, length, precision, optimizer, adapters and offloaded
-activations. A workload that was measured is predicted anew, so a change of the planner or of its
-rates does not make its measurements wrong. Of other workloads only the ratio of measured to
-predicted time counts, if it was predicted with the same rates.
+activations. A measured workload is predicted again when a plan reads the file, so a change of the
+planner or of its rates does not make its measurements wrong. Of other workloads only the ratio of
+measured to predicted time counts, if it was predicted with the same rates.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import get_args
 
@@ -62,30 +62,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "expert-load", "Busiest expert", "tokens / even share", lambda s: s.expert_load
         ),
         *_build_rounding_charts(runs, axis),
-        build_curves_from_zero(
-            "offload-bytes",
-            "Transfers of offloaded states",
-            "GB per step on rank 0",
-            lambda s: compute_gigabytes(s.offload_read_bytes, s.offload_written_bytes),
-        ),
-        build_curves_from_zero(
-            "offload-waiting",
-            "Waiting for offloaded states",
-            "seconds per step on rank 0",
-            lambda s: s.offload_waiting_seconds,
-        ),
-        build_curves_from_zero(
-            "activation-bytes",
-            "Transfers of saved tensors",
-            "GB per step on rank 0",
-            lambda s: compute_gigabytes(s.activation_read_bytes, s.activation_written_bytes),
-        ),
-        build_curves_from_zero(
-            "parameter-bytes",
-            "Transfers of weights",
-            "GB per step on rank 0",
-            lambda s: compute_gigabytes(s.parameter_read_bytes, s.parameter_written_bytes or 0),
-        ),
+        *_build_offload_charts(build_curves_from_zero),
         build_temperature_chart(runs, axis),
         *(
             build_time_chart(run, axis, f"time-{index}", is_single_run=len(runs) == 1)
@@ -96,6 +73,37 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
+
+
+def _build_offload_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
+    """Build charts of the bytes that offloading moves, and of the time it waits for them."""
+    unit = "GB per step on rank 0"
+    return [
+        build_curves(
+            "offload-bytes",
+            "Transfers of offloaded states",
+            unit,
+            lambda s: compute_gigabytes(s.offload_read_bytes, s.offload_written_bytes),
+        ),
+        build_curves(
+            "offload-waiting",
+            "Waiting for offloaded states",
+            "seconds per step on rank 0",
+            lambda s: s.offload_waiting_seconds,
+        ),
+        build_curves(
+            "activation-bytes",
+            "Transfers of saved tensors",
+            unit,
+            lambda s: compute_gigabytes(s.activation_read_bytes, s.activation_written_bytes),
+        ),
+        build_curves(
+            "parameter-bytes",
+            "Transfers of weights",
+            unit,
+            lambda s: compute_gigabytes(s.parameter_read_bytes, s.parameter_written_bytes or 0),
+        ),
+    ]
 
 
 def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -75,23 +76,7 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
         for label, parts in (("predicted", predicted_parts), ("measured", measured_parts))
         if parts
     ]
-    note = "Fullest rank. "
-    if not predicted_parts:
-        note += "No prediction: the recipe names no cluster. "
-    if events and events[-1].reserved_bytes is None:
-        note += (
-            "On a CPU only persistent tensors are measured; "
-            "other memory of the process is not split into parts. "
-        )
-    if events and events[-1].offloaded_bytes is not None:
-        offloaded = format_bytes(max(events[-1].offloaded_bytes))
-        note += f"{offloaded} of optimizer states are offloaded, beside these bytes. "
-    if events and events[-1].offloaded_activation_bytes is not None:
-        left = format_bytes(max(events[-1].offloaded_activation_bytes))
-        note += f"Up to {left} of saved tensors are offloaded, beside these bytes. "
-    if events and events[-1].offloaded_parameter_bytes is not None:
-        weights = format_bytes(max(events[-1].offloaded_parameter_bytes))
-        note += f"{weights} of weights are offloaded, beside these bytes. "
+    note = _describe_memory(events, has_prediction=bool(predicted_parts))
     pictures = draw_bars(
         bars,
         unit=unit,
@@ -121,6 +106,27 @@ def build_memory_panel(run: Run, key: str, title: str) -> Panel | None:
         pictures,
         Table(("part", "predicted", "measured"), (*rows, ("all", *sums))),
     )
+
+
+def _describe_memory(events: Sequence[MemoryEvent], *, has_prediction: bool) -> str:
+    note = "Fullest rank. "
+    if not has_prediction:
+        note += "No prediction: the recipe names no cluster. "
+    if events and events[-1].reserved_bytes is None:
+        note += (
+            "On a CPU only persistent tensors are measured; "
+            "other memory of the process is not split into parts. "
+        )
+    if events and events[-1].offloaded_bytes is not None:
+        offloaded = format_bytes(max(events[-1].offloaded_bytes))
+        note += f"{offloaded} of optimizer states are offloaded, beside these bytes. "
+    if events and events[-1].offloaded_activation_bytes is not None:
+        left = format_bytes(max(events[-1].offloaded_activation_bytes))
+        note += f"Up to {left} of saved tensors are offloaded, beside these bytes. "
+    if events and events[-1].offloaded_parameter_bytes is not None:
+        weights = format_bytes(max(events[-1].offloaded_parameter_bytes))
+        note += f"{weights} of weights are offloaded, beside these bytes. "
+    return note
 
 
 _NOT_ON_THE_DEVICE = ("total", "capacity", "offloaded", "host", "disk")

@@ -71,6 +71,15 @@ def compute_rank_medians(run: Run) -> RankMedians | None:
     return RankMedians(own, compute_medians(lambda event: event.step_seconds), waits)
 
 
+def _choose_shown_ranks(num_ranks: int, slow: Sequence[int]) -> list[int]:
+    """Return all ranks; of too many for a picture, slow ones and some to compare with."""
+    if num_ranks <= _MAX_ROWS:
+        return list(range(num_ranks))
+    num_others = _MAX_ROWS - min(len(slow), _MAX_ROWS // 2)
+    others = np.linspace(0, num_ranks - 1, num_others).round().astype(int).tolist()
+    return sorted({*slow[: _MAX_ROWS // 2], *others})
+
+
 def build_rank_panel(run: Run, key: str, title: str) -> Panel | None:
     """Build the panel with a bar of work and waiting time per rank; slow ranks are marked."""
     times = compute_rank_medians(run)
@@ -78,15 +87,7 @@ def build_rank_panel(run: Run, key: str, title: str) -> Panel | None:
         return None
     slow = times.slow_ranks
     median = float(np.median(times.work_seconds))
-    shown = list(range(len(times.work_seconds)))
-    if len(shown) > _MAX_ROWS:  # slow ranks, and some to compare with
-        others = (
-            np.linspace(0, len(shown) - 1, _MAX_ROWS - min(len(slow), _MAX_ROWS // 2))
-            .round()
-            .astype(int)
-            .tolist()
-        )
-        shown = sorted({*slow[: _MAX_ROWS // 2], *others})
+    shown = _choose_shown_ranks(len(times.work_seconds), slow)
     bars = []
     for rank in shown:
         parts = [

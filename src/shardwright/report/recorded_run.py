@@ -229,7 +229,6 @@ def summarise_run(run: Run) -> dict[str, Any]:
     best = min(
         run.evaluations, key=lambda e: e.loss if math.isfinite(e.loss) else math.inf, default=None
     )
-    withdrawn = len({id(e) for e in log if isinstance(e, StepEvent)} - {id(e) for e in run.steps})
     return {
         "run": str(run.path),
         "name": run.name,
@@ -265,25 +264,32 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "useful_seconds": run.goodput.useful_seconds,
         "lost_seconds": run.goodput.lost_seconds,
         "useful_share": run.goodput.share,
-        "checkpoints": sum(isinstance(event, CheckpointEvent) for event in run.history),
-        "restarts": len(log.filter_by_type(RestartEvent)),
-        "warm_restarts": sum(
-            bool(event.surviving_ranks) for event in log.filter_by_type(RestartEvent)
-        ),
-        "resumes": len(log.filter_by_type(ResumeEvent)),
-        "memory_resumes": sum(
-            event.source == "memory" for event in log.filter_by_type(ResumeEvent)
-        ),
-        "layout_changes": len(log.filter_by_type(ReshardEvent)),
-        "lost_steps": sum(event.steps_lost or 0 for event in log.filter_by_type(ResumeEvent)),
-        "skipped_steps": sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events),
-        "withdrawn_steps": withdrawn,
+        **_count_recoveries(run),
         "warnings": [event.message for event in log.filter_by_type(WarningEvent)],
         "failures": [
             {"rank": event.rank, "message": event.message}
             for event in log.filter_by_type(FailureEvent)
         ],
         "problems": list(log.problems),
+    }
+
+
+def _count_recoveries(run: Run) -> dict[str, int]:
+    """Count saved states, interruptions, and the steps that these repeated or skipped."""
+    log = run.log
+    restarts = log.filter_by_type(RestartEvent)
+    resumes = log.filter_by_type(ResumeEvent)
+    steps = {id(event) for event in log.filter_by_type(StepEvent)}
+    return {
+        "checkpoints": sum(isinstance(event, CheckpointEvent) for event in run.history),
+        "restarts": len(restarts),
+        "warm_restarts": sum(bool(event.surviving_ranks) for event in restarts),
+        "resumes": len(resumes),
+        "memory_resumes": sum(event.source == "memory" for event in resumes),
+        "layout_changes": len(log.filter_by_type(ReshardEvent)),
+        "lost_steps": sum(event.steps_lost or 0 for event in resumes),
+        "skipped_steps": sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events),
+        "withdrawn_steps": len(steps - {id(event) for event in run.steps}),
     }
 
 

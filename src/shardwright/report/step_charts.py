@@ -27,6 +27,12 @@ def compute_gigabytes(read_bytes: int | None, written_bytes: int | None) -> floa
     )
 
 
+def _list_resume_marks(run: Run) -> tuple[tuple[float, str], ...]:
+    """Return the first steps at which the run resumed, with their label."""
+    steps = sorted({event.step or 0 for event in run.log.filter_by_type(ResumeEvent)})
+    return tuple((float(step), "resumed") for step in steps[:6])
+
+
 def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:
     """Build the chart of training and validation losses."""
     is_single_run = len(runs) == 1
@@ -60,12 +66,7 @@ def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:
     )
     note += " Dots: validation." if points else ""
     note += format_clipped_note(clipped)
-    resumed = (
-        sorted({e.step or 0 for run in runs for e in run.log.filter_by_type(ResumeEvent)})
-        if is_single_run
-        else []
-    )
-    marks = tuple((float(step), "resumed") for step in resumed[:6]) if not axis.is_by_tokens else ()
+    marks = _list_resume_marks(runs[0]) if is_single_run and not axis.is_by_tokens else ()
     # The loss falls far in the first steps; if that would flatten the rest, the scale is
     # logarithmic.
     is_log = y_range is not None and 0 < 3 * y_range[0] < y_range[1]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwright.checkpoint.fence import GenerationFence, acquire_fence
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
-from shardwright.data.sources.source_files import ProgressOpener
+from shardwright.data.sources.source_files import ProgressCallback, ProgressOpener
 from shardwright.errors import GenerationEnded, InputError, Preempted, RankFailed, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import choose_rank_device, should_use_cuda
@@ -105,17 +105,16 @@ def train_rank(
         rank_sync = RankSync(rank_environment, device)
         # A node that rejoined under torchrun does not see the restart count of the others.
         resume = rank_sync.any_rank(resume)
-        precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=resume)
-        compilation = agree_on_compilation(recipe, rank_sync, device)
         with open_progress() if is_main_rank else nullcontext() as progress:
-            validated_run = validate_run(
+            validated_run = _validate_together(
                 recipe,
+                folder,
                 rank_environment.world_size,
-                auto_precision=precision,
-                auto_compilation=compilation,
+                rank_sync,
+                device,
+                is_resumed=resume,
                 progress=progress,
             )
-        validated_run = agree_on_loss_chunk(validated_run, rank_sync, device)
         copies = _find_copies(recipe, folder, restart)
         resume_point: ResumePoint | CopiesInMemory | None = copies.found if copies else None
         if resume and resume_point is None:
@@ -156,6 +155,29 @@ def train_rank(
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):
                 _train(context, resume_point, copies, start_seconds)
+
+
+def _validate_together(
+    recipe: Recipe,
+    folder: RunFolder,
+    world_size: int,
+    rank_sync: RankSync,
+    device: torch.device,
+    *,
+    is_resumed: bool,
+    progress: ProgressCallback | None,
+) -> ValidatedRun:
+    """Check the run on every rank, with the same choice for each `auto` on all of them."""
+    precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=is_resumed)
+    compilation = agree_on_compilation(recipe, rank_sync, device)
+    validated_run = validate_run(
+        recipe,
+        world_size,
+        auto_precision=precision,
+        auto_compilation=compilation,
+        progress=progress,
+    )
+    return agree_on_loss_chunk(validated_run, rank_sync, device)
 
 
 def _find_copies(recipe: Recipe, folder: RunFolder, restart: Restart | None) -> CopiesSearch | None:

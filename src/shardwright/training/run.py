@@ -73,22 +73,8 @@ def train(
     """
     place = find_node_place(recipe.elastic, num_ranks)
     ranks = detect_rank_environment() if place is None else None
-    if ranks is not None and num_ranks not in (None, ranks.world_size):
-        raise InputError(
-            f"a launcher has already started {ranks.world_size} ranks",
-            field="--nproc",
-            got=num_ranks,
-            remedy="Remove --nproc",
-        )
-    if ranks is not None and recipe.elastic.warm_restarts:
-        raise InputError(
-            "only `train --nproc` keeps processes across restarts; "
-            "torchrun and srun start all ranks again",
-            field="elastic.warm_restarts",
-            got=True,
-            allowed="false for ranks that a launcher starts",
-            remedy="Set it to false, or let the launcher start one process per node, with --nproc",
-        )
+    if ranks is not None:
+        _check_launched_ranks(recipe, ranks, num_ranks)
     world_size = count_ranks(recipe.elastic, num_ranks)
     folder = RunFolder.from_recipe(recipe)
     resume_if_started = resume_if_started or is_torchrun_restart()
@@ -132,6 +118,26 @@ def train(
                     open_progress=open_progress,
                 )
     return _build_run_summary(folder.path) if ranks is None or ranks.is_main_rank else None
+
+
+def _check_launched_ranks(recipe: Recipe, ranks: RankEnvironment, num_ranks: int | None) -> None:
+    """Check that the recipe and --nproc suit ranks that torchrun or srun has started."""
+    if num_ranks not in (None, ranks.world_size):
+        raise InputError(
+            f"a launcher has already started {ranks.world_size} ranks",
+            field="--nproc",
+            got=num_ranks,
+            remedy="Remove --nproc",
+        )
+    if recipe.elastic.warm_restarts:
+        raise InputError(
+            "only `train --nproc` keeps processes across restarts; "
+            "torchrun and srun start all ranks again",
+            field="elastic.warm_restarts",
+            got=True,
+            allowed="false for ranks that a launcher starts",
+            remedy="Set it to false, or let the launcher start one process per node, with --nproc",
+        )
 
 
 def _train_in_ranks(

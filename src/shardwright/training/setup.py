@@ -287,20 +287,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
-        choice = choose_update_place(recipe)
-        optimizer = offload_optimizer(
-            optimizer,
-            recipe.offload.model_copy(update={"update_on": choice.place}),
-            model,
-            device=device,
-            default_folder=RunFolder.from_recipe(recipe).path,
-            parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
-        )
-        logger.info("%s", describe_offload(optimizer, device))
-        if device.type == "cuda":
-            logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
-        elif recipe.offload.update_on == "host":
-            logger.info("offload.update_on: the device is the CPU, so host and device are the same")
+        optimizer = _offload_states(recipe, optimizer, model, device, weight_offload)
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(
@@ -315,6 +302,31 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         activation_offload=activation_offload,
         weight_offload=weight_offload,
     )
+
+
+def _offload_states(
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    model: ParallelModel,
+    device: torch.device,
+    weight_offload: WeightOffload | ParameterOffload | None,
+) -> OffloadedOptimizer:
+    """Move the optimizer's states to the recipe's tier, and log where the update runs."""
+    choice = choose_update_place(recipe)
+    offloaded = offload_optimizer(
+        optimizer,
+        recipe.offload.model_copy(update={"update_on": choice.place}),
+        model,
+        device=device,
+        default_folder=RunFolder.from_recipe(recipe).path,
+        parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
+    )
+    logger.info("%s", describe_offload(offloaded, device))
+    if device.type == "cuda":
+        logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
+    elif recipe.offload.update_on == "host":
+        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
+    return offloaded
 
 
 def offload_activations(

@@ -1,8 +1,8 @@
 """Successive halving: few steps of all candidates, more steps of the best of them.
 
 Source: Jamieson and Talwalkar 2016, Non-stochastic best arm identification and hyperparameter
-optimization, algorithm 1. A candidate starts anew in each round, so a round keeps a quarter of the
-candidates instead of half: processes take longer to start than a few steps take.
+optimization, algorithm 1. Every round starts its candidates again, so a round keeps a quarter
+of the candidates instead of half: processes take longer to start than a few steps take.
 """
 
 from __future__ import annotations

@@ -168,5 +168,5 @@ class ResultsFile:
                 f"the results are of another search: different {', '.join(changed)}",
                 field="--resume",
                 got=str(self.path),
-                remedy="Start anew in another folder (--dir)",
+                remedy="Start in another folder (--dir)",
             )

@@ -232,14 +232,11 @@ def verify(
         if has_micro_batch_scales(low_precision):
             cases = [case for case in cases if case.accumulation == 1]
     report = VerificationReport(shape, sequence_length)
-    frozen = (
-        match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
-        if recipe.model.freeze
-        else frozenset()
-    )
     base = VerificationProblem(
         shape=shape,
-        frozen_names=frozen,
+        frozen_names=match_frozen(
+            recipe.model.freeze, [spec.name for spec in shape.list_parameters()]
+        ),
         attention=recipe.model.attention,
         optimizer=recipe.optimizer,
         batch=BatchPlan(sequence_length, MICRO_BATCH_SIZE, 1, 1),
@@ -251,14 +248,7 @@ def verify(
         offload=recipe.offload.replace_idle_host(),
     )
     groups = list(_list_problems(base, layouts, cases, dtypes))
-    if recipe.optimizer.name == "adamw_8bit":
-        require_torchao()
-    for plan in {plan.layout: plan for _, plans in groups for plan in plans}.values():
-        check_offload_layout(recipe, plan)
-        if recipe.optimizer.name == "adamw_8bit":
-            check_block_boundaries(
-                plan.placement.parameters, plan.layout, recipe.optimizer.block_size
-            )
+    _check_plans(recipe, {plan.layout: plan for _, plans in groups for plan in plans}.values())
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         for problem, plans in groups:
             path = Path(folder, "reference.safetensors")
@@ -270,6 +260,19 @@ def verify(
                 report.cells.append(cell)
                 on_result(cell)
     return report
+
+
+def _check_plans(recipe: Recipe, plans: Iterable[Plan]) -> None:
+    """Check that the recipe's offloading and optimizer can run under every plan."""
+    has_blocks = recipe.optimizer.name == "adamw_8bit"
+    if has_blocks:
+        require_torchao()
+    for plan in plans:
+        check_offload_layout(recipe, plan)
+        if has_blocks:
+            check_block_boundaries(
+                plan.placement.parameters, plan.layout, recipe.optimizer.block_size
+            )
 
 
 def _list_problems(

@@ -135,7 +135,7 @@ def test_names_of_contenders_agree() -> None:
 def test_flops_equal_those_of_the_architecture(name: str) -> None:
     shape = (SHAPES | TINY)[name]
     for length in shape.micro_batch_sizes:
-        counted = gpu.count_flops_per_token(gpu.GpuCase(name, shape, length, ""))
+        counted = gpu.GpuCase(name, shape, length, "").count_flops_per_token()
         assert counted == pytest.approx(read_config(shape.config).count_flops_per_token(length))
 
 

@@ -160,9 +160,9 @@ def test_a_shard_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     for shard in (folder / "raw").glob("*.mds"):
         shard.rename(folder / shard.name)
     source = {"path": str(folder), "format": "mds"}
-    with pytest.raises(DataError, match=r"there twice.*shard\.00000\.mds and .*\.mds\.zstd"):
+    with pytest.raises(DataError, match=r"a shard twice.*shard\.00000\.mds and .*\.mds\.zstd"):
         prepare_data(build_recipe(tmp_path, source))
-    with pytest.raises(DataError, match="there twice"):
+    with pytest.raises(DataError, match="a shard twice"):
         prepare_data(build_streamed(tmp_path, source, 100_000))
     data = prepare_data(build_recipe(tmp_path, source | {"exclude": ["*.zstd"]}))
     assert data.report.train.counts.num_documents == len(TEXTS)

@@ -52,7 +52,7 @@ def test_spare_nodes_leave_one_for_the_ranks(second_of_three: pytest.MonkeyPatch
     three = ElasticSection(max_restarts=1, warm_restarts=True, spare_nodes=3)
     with pytest.raises(InputError, match="no node is left") as error:
         count_ranks(three, 4)
-    assert error.value.allowed == "at most 2, because the run has 3 of them"
+    assert error.value.allowed == "at most 2: the run has 3 nodes"
     for name in ("PROCID", "NTASKS", "LOCALID", "TASKS_PER_NODE"):
         second_of_three.delenv(f"SLURM_{name}")
     with pytest.raises(InputError, match="no node is left"):
@@ -60,5 +60,5 @@ def test_spare_nodes_leave_one_for_the_ranks(second_of_three: pytest.MonkeyPatch
 
 
 def test_spare_nodes_need_warm_restarts() -> None:
-    with pytest.raises(ValueError, match="`spare_nodes` have processes that wait"):
+    with pytest.raises(ValueError, match="`spare_nodes` replace lost nodes"):
         ElasticSection(max_restarts=1, spare_nodes=1)

@@ -52,7 +52,7 @@ def test_degrees_stay_and_the_open_data_degree_shrinks() -> None:
         ({"dp_replicate": 1, "dp_shard": 4}, 2, {"global_batch_size": 12}, "no number of ranks"),
         ({}, 1, {"micro_batch_size": 2}, "no number of ranks from 1 to 3"),
         ({}, 3, {"global_batch_size": 8, "micro_batch_size": 1}, "no number of ranks from 3 to 3"),
-        ({}, 5, {"global_batch_size": 8}, "there are fewer ranks at the start"),
+        ({}, 5, {"global_batch_size": 8}, "the run starts with fewer ranks"),
     ],
 )
 def test_a_minimum_without_effect_is_refused(

@@ -66,7 +66,7 @@ def test_a_stop_is_more_urgent(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_save_stays_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever left without a checkpoint would lose the steps since the one before."""
+    """A rank that left without a checkpoint would lose the steps since the one before."""
     monkeypatch.setattr(checkpointing, "get_disk", lambda _place: FullDisk())
     save = checkpointing.RunCheckpointer.save
 

@@ -99,7 +99,7 @@ def print_plan(
     if result.predictions:
         _print_layouts(console, result, recipe)
         _print_parts(
-            console, result, "memory per GPU, GiB", _list_memory_columns(result), _build_memory_row
+            console, result, "memory per GPU, GiB", [*_MEMORY_PARTS, "total"], _build_memory_row
         )
         _print_parts(
             console, result, "time per step, seconds", _list_time_columns(result), _build_time_row
@@ -256,10 +256,6 @@ def _print_parts(
         )
     console.print()
     console.print(table)
-
-
-def _list_memory_columns(result: PlanningResult) -> list[str]:
-    return [*_MEMORY_PARTS, "total"]
 
 
 def _build_memory_row(prediction: Prediction, columns: list[str]) -> list[str]:

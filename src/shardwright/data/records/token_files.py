@@ -146,7 +146,7 @@ def _read_header(path: Path, stream: IO[bytes]) -> TokenFileHeader:
     version = int.from_bytes(content[8:12], "little")
     if version != VERSION:
         raise DataError(
-            "a version of the format that this release does not read",
+            "this release does not read this version of the format",
             field=str(path),
             got=version,
             allowed=str(VERSION),

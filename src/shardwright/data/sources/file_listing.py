@@ -188,19 +188,16 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                 continue
             if is_selected(source, relative_path):
                 kind = _detect_kind(Path(parent) / name, field)
+                path = Path(parent) / name
                 if kind == "absent":
                     raise DataError(
                         "a link is broken",
                         field=field,
-                        got=str(Path(parent) / name),
+                        got=str(path),
                         remedy="Restore its target, or skip the link with `exclude`",
                     )
                 if kind == "regular file":
-                    files.append(
-                        build_source_file(
-                            source, Path(parent) / name, relative_path.as_posix(), field
-                        )
-                    )
+                    files.append(build_source_file(source, path, relative_path.as_posix(), field))
                 else:
                     irregular.append(f"{relative_path} (a {kind})")
             elif name not in METADATA_FILES:
@@ -250,8 +247,8 @@ def check_shard_names(source: DataSource, names: Collection[str], field: str) ->
     A copy of token files that was interrupted lacks some of them.
 
     Raises:
-        DataError: a shard is there twice, or files of token ids are missing that neither `glob`
-            nor `exclude` leaves out.
+        DataError: the folder has a shard twice, or files of token ids are missing that neither
+            `glob` nor `exclude` leaves out.
     """
     missing = [] if source.glob or source.exclude else find_missing_files(names)
     if missing:
@@ -267,7 +264,7 @@ def check_shard_names(source: DataSource, names: Collection[str], field: str) ->
         other = seen.setdefault(strip_compression(Path(name)), name)
         if other != name:
             raise DataError(
-                "a shard is there twice, compressed and uncompressed",
+                "the folder has a shard twice, compressed and uncompressed",
                 field=field,
                 got=f"{other} and {name}",
                 remedy="Select one of them with `glob` or `exclude`",
@@ -337,7 +334,7 @@ def build_source_file(source: DataSource, path: Path, name: str, field: str) -> 
         )
     if kind in ARCHIVE_FORMATS and detect_archive_format(path) != kind:
         raise DataError(
-            f"the name is not that of a file of `format: {kind}`",
+            f"the file name does not have a suffix of `format: {kind}`",
             field=field,
             got=str(path),
             allowed=".mds, or .mds with a compression of MosaicML Streaming, e.g. .mds.zstd"

@@ -62,7 +62,7 @@ class Reservation:
         self.num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Reserve at least `num_bytes` in total; shards that nobody reads are removed for it.
+        """Reserve at least `num_bytes` in total; shards that no process reads are removed for it.
 
         Raises:
             CacheFull: shards in use and other builds leave too little space.
@@ -152,7 +152,7 @@ class ShardCache:
             time.sleep(POLL_SECONDS * random.uniform(1, 4 if is_full else 1.5))
 
     def build_ahead(self, key: str, num_bytes: int, build: BuildShard) -> bool:
-        """Build a shard if it is absent and nobody builds it; return False if there is no space.
+        """Build a shard unless it exists or a process builds it; return False if space is missing.
 
         Raises:
             As `find_or_build`.
@@ -315,7 +315,7 @@ class ShardCache:
         return shards
 
     def _remove(self, folder: Path) -> bool:
-        """Remove a shard that nobody reads; return False if somebody does."""
+        """Remove a shard unless a process reads it; return False if one does."""
         handle = self._open_lock(folder.name)
         try:
             if not _lock(handle, fcntl.LOCK_EX):

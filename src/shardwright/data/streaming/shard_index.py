@@ -30,7 +30,8 @@ from shardwright.data.streaming.shard_tokens import (
 from shardwright.errors import DataError
 
 INDEX_VERSION = 1
-"""Part of every shard's key; increase it when the same file would give other samples."""
+"""Part of every shard's key; increase it when the same file yields other samples than
+before."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class ShardIndex:
         return all(self._entry_path(number).is_file() for number in range(len(self.shards)))
 
     def complete(self, progress: ProgressCallback | None) -> None:
-        """Index every shard that has not been; several processes share the work.
+        """Index every shard that is not indexed yet; several processes share the work.
 
         Raises:
             DataError: a shard cannot be fetched or read, or is larger than the cache.
@@ -79,7 +80,8 @@ class ShardIndex:
         done = total - sum(self.shards[number].num_bytes for number in missing)
         if missing and progress is not None:
             progress("indexing", done, total)
-        # In another order in every process; a shard that another process builds comes last.
+        # Every process has its own random order, and waits for shards of other processes at the
+        # end only.
         random.Random(secrets.randbits(64)).shuffle(missing)
         for should_wait in (False, True):
             for number in missing:
@@ -128,7 +130,8 @@ class ShardIndex:
         return OpenShard(self._builder.open(lease.folder, number), lease)
 
     def build_ahead(self, number: int) -> bool:
-        """Put a shard into the cache, unless another process does; False if there is no space."""
+        """Build a shard in the cache unless another process does. Return False if there is no
+        space."""
         return self.cache.build_ahead(
             self._keys[number], self._estimate_bytes(number), self._make_build(number)
         )

@@ -88,7 +88,7 @@ class SourceShard:
                 "a file changed since the run listed its sources",
                 field=self.field,
                 got=self.url,
-                remedy="Start the run again; use data that nobody changes during a run",
+                remedy="Start the run again; do not change the data during a run",
             )
         return replace(self.file, path=target)
 

@@ -40,72 +40,73 @@ def judge_matmuls(
     They are compared with the data sheet if the device is known, with fp32 if they are 16-bit,
     and between ranks.
     """
-    findings = []
-    for precision in dict.fromkeys(
-        rate.precision for rank_rates in rates.values() for rate in rank_rates
-    ):
-        by_side = {
-            rank: {
-                rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision
-            }
-            for rank, rank_rates in rates.items()
-            if any(rate.precision == precision for rate in rank_rates)
-        }
-        side = min(max(sides) for sides in by_side.values())
-        by_rank = {rank: sides[side] for rank, sides in by_side.items()}
-        slowest = min(by_rank.values())
-        fastest = max(by_rank.values())
-        value = format_flops_per_second(slowest)
-        value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
-        if side < max(SQUARE_SIDES[device_kind]):
-            value += f" ({side} x {side} x {side})"
-        peak = None
-        if device_kind == "cuda":
-            peak = _find_peak_flops_per_second(names[min(names)], precision)
-        verdict = grade_share(1.0, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE)
-        remedies = []
-        if peak is not None:
-            value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
-            verdict = grade_share(
-                fastest / peak, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE
-            )
-            if verdict != "pass":
-                remedies.append(
-                    "Check clocks, power limit and other processes: nvidia-smi -q -d "
-                    "CLOCK,POWER,PERFORMANCE"
-                )
-        numbers: dict[str, Any] = {
-            "flops_per_second": by_rank,
-            "peak_flops_per_second": peak,
-            "side": side,
-        }
-        slower = _times_slower_than_fp32(rates, precision)
-        if slower:
-            numbers["times_slower_than_fp32"] = slower
-        emulating_ranks = {
-            rank: times for rank, times in slower.items() if times > _EMULATION_FACTOR
-        }
-        if emulating_ranks:
-            where = (
-                "here"
-                if len(emulating_ranks) == len(slower)
-                else f"on {format_ranks(emulating_ranks)}"
-            )
-            times = median(emulating_ranks.values())
-            times_text = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
-            value = (
-                f"{precision} is emulated {where}, {times_text} times slower than fp32: use "
-                f"fp32; {value}"
-            )
-            verdict = find_worst_verdict([verdict, "warn"])
-            remedies.append("Set `precision: fp32` in the recipe, or --set precision=fp32")
-        findings.append(
-            Finding(SECTION, f"products, {precision}", verdict, value, "; ".join(remedies), numbers)
+    precisions = dict.fromkeys(rate.precision for each in rates.values() for rate in each)
+    return [
+        finding
+        for precision in precisions
+        for finding in _judge_precision(precision, rates, device_kind, names)
+    ]
+
+
+def _judge_precision(
+    precision: str,
+    rates: Mapping[int, Sequence[MatmulRate]],
+    device_kind: str,
+    names: Mapping[int, str],
+) -> list[Finding]:
+    by_side = {
+        rank: {rate.m: rate.flops_per_second for rate in rank_rates if rate.precision == precision}
+        for rank, rank_rates in rates.items()
+        if any(rate.precision == precision for rate in rank_rates)
+    }
+    side = min(max(sides) for sides in by_side.values())
+    by_rank = {rank: sides[side] for rank, sides in by_side.items()}
+    slowest = min(by_rank.values())
+    fastest = max(by_rank.values())
+    value = format_flops_per_second(slowest)
+    value += f" to {format_flops_per_second(fastest)}" if fastest > 1.02 * slowest else ""
+    if side < max(SQUARE_SIDES[device_kind]):
+        value += f" ({side} x {side} x {side})"
+    peak = None
+    if device_kind == "cuda":
+        peak = _find_peak_flops_per_second(names[min(names)], precision)
+    verdict = grade_share(1.0, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE)
+    remedies = []
+    if peak is not None:
+        value += f", {fastest / peak:.0%} of the data sheet's {format_flops_per_second(peak)}"
+        verdict = grade_share(
+            fastest / peak, warn_below=_MATMUL_WARN_SHARE, fail_below=_MATMUL_FAIL_SHARE
         )
-        findings += judge_slow_ranks(
-            by_rank, device_kind, f"products, {precision}", format_flops_per_second
+        if verdict != "pass":
+            remedies.append(
+                "Check clocks, power limit and other processes: nvidia-smi -q -d "
+                "CLOCK,POWER,PERFORMANCE"
+            )
+    numbers: dict[str, Any] = {
+        "flops_per_second": by_rank,
+        "peak_flops_per_second": peak,
+        "side": side,
+    }
+    slower = _times_slower_than_fp32(rates, precision)
+    if slower:
+        numbers["times_slower_than_fp32"] = slower
+    emulating_ranks = {rank: times for rank, times in slower.items() if times > _EMULATION_FACTOR}
+    if emulating_ranks:
+        is_everywhere = len(emulating_ranks) == len(slower)
+        where = "here" if is_everywhere else f"on {format_ranks(emulating_ranks)}"
+        times = median(emulating_ranks.values())
+        times_text = f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+        value = (
+            f"{precision} is emulated {where}, {times_text} times slower than fp32: use "
+            f"fp32; {value}"
         )
-    return findings
+        verdict = find_worst_verdict([verdict, "warn"])
+        remedies.append("Set `precision: fp32` in the recipe, or --set precision=fp32")
+    name = f"products, {precision}"
+    return [
+        Finding(SECTION, name, verdict, value, "; ".join(remedies), numbers),
+        *judge_slow_ranks(by_rank, device_kind, name, format_flops_per_second),
+    ]
 
 
 def _times_slower_than_fp32(

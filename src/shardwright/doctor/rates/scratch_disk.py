@@ -36,7 +36,7 @@ class ScratchRate:
     read_bytes_per_second: float = 0.0
     write_bytes_per_second: float = 0.0
     both_bytes_per_second: float = 0.0
-    """Of each direction while the other one is at work."""
+    """Rate of each direction while both are busy."""
     has_direct_io: bool = True
     num_bytes: int = 0
     """Size of the file, which is smaller on a slow or full disk."""

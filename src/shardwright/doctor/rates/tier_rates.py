@@ -1,4 +1,4 @@
-"""Rates of offloading's tiers in a calibration: what is measured, and its place in the profile."""
+"""Rates of host memory and disk, for offloading: which to measure, and their form in a profile."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def choose_scratch_folder(recipe: Recipe | None, *, should_calibrate: bool) -> s
 def build_tiers(rates: Mapping[str, Any], device_kind: str) -> TierRates:
     """Build the rates of host memory and disk: those of the slowest rank.
 
-    In every step all ranks wait for the slowest: one on another NUMA node than its device, or
-    with a slower disk.
+    In every step all ranks wait for the slowest one. Its disk may be slower, or it may run on
+    another NUMA node than its device.
     """
 
     def find_copy(kind: str) -> float | None:

@@ -124,6 +124,33 @@ class LiveActivations(NamedTuple):
         return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
 
 
+def _compute_mean_saved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the saved bytes of a layer, a mean over layers in FP4 and in bf16 if both exist."""
+    saved = get_layer_activations(facts, kind, candidate).saved_bytes
+    if candidate.num_fp4_layers is None:
+        return saved
+    share = min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
+    in_bf16 = replace(candidate, precision="bf16", num_fp4_layers=None)
+    bf16_saved = get_layer_activations(facts, kind, in_bf16).saved_bytes
+    return share * saved + (1.0 - share) * bf16_saved
+
+
+def _compute_message_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Compute the bytes of buffers of pipeline messages and of sequence-parallel gathers."""
+    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
+    messages = 0.0
+    if candidate.layout.pp > 1:
+        message = candidate.residual_tokens * token_bytes
+        messages = load.num_stages * message  # a receive is posted before it is needed
+        if candidate.engine.has_ordered_frees:
+            # A sent gradient remains until a later message shows that it has arrived.
+            messages += load.num_gradient_senders * message
+    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
+        gathered = candidate.micro_batch_tokens * token_bytes
+        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
+    return messages
+
+
 def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
@@ -133,19 +160,7 @@ def compute_live_activations(
     for kind, count in zip(facts.kinds, load.layers, strict=True):
         if count:
             layer = get_layer_activations(facts, kind, candidate)
-            share = (
-                1.0
-                if candidate.num_fp4_layers is None
-                else min(1.0, candidate.num_fp4_layers / facts.shape.num_layers)
-            )
-            bf16_layer = (
-                layer
-                if share == 1.0
-                else get_layer_activations(
-                    facts, kind, replace(candidate, precision="bf16", num_fp4_layers=None)
-                )
-            )
-            saved += (share * layer.saved_bytes + (1.0 - share) * bf16_layer.saved_bytes) * count
+            saved += _compute_mean_saved_bytes(facts, kind, candidate) * count
             deferred += layer.deferred_bytes * count
             deferring = max(deferring, layer.recomputed_bytes + layer.deferring_gradient_bytes)
             largest = max(largest, layer.saved_bytes)
@@ -153,21 +168,10 @@ def compute_live_activations(
             kinds.append((kind, layer))
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
-    messages = 0.0
-    if candidate.layout.pp > 1:
-        # A stage's output is saved until its gradient arrives. A receive is posted before it is
-        # needed.
+    messages = _compute_message_bytes(facts, candidate, load)
+    if candidate.layout.pp > 1:  # a stage's output is saved until its gradient arrives
         message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
         ends += (load.num_stages - load.has_head) * message
-        messages = load.num_stages * message
-        if candidate.engine.has_ordered_frees:
-            # A sent gradient remains until a later message shows that it has arrived.
-            messages += load.num_gradient_senders * message
-    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
-        gathered = (
-            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-        )
-        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1

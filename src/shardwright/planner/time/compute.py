@@ -6,6 +6,7 @@ Each is a sum of matmul, attention and memory time (`planner.time.memory_traffic
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout.saved_results import ResultName
@@ -76,21 +77,7 @@ def compute_layer_seconds(
     """Compute the seconds of one layer of a kind, without communication and weight movement
     (`count_weight_traffic_bytes`)."""
     efficiency = rates.efficiency
-    forward = inputs = weights = experts_forward = experts_backward = 0.0
-    for product, rows in list_matmuls(facts, kind, candidate):
-        product_forward, input_gradient, weight_gradient = _time_matmul_passes(
-            product, rows, candidate, rates
-        )
-        num_calls = count_matmul_calls(facts, kind, product, candidate)
-        if product in kind.expert_matmuls:
-            num_calls /= efficiency.expert_share
-            experts_forward += num_calls * product_forward
-            experts_backward += num_calls * (input_gradient + weight_gradient)
-        forward += num_calls * product_forward
-        inputs += num_calls * input_gradient
-        weights += num_calls * weight_gradient
-    if candidate.adapter is not None:
-        weights = 0.0  # frozen matrices take no gradient
+    products = _time_matmuls(facts, kind, candidate, rates)
     attention_forward, attention_backward = _time_attention_passes(facts, kind, candidate, rates)
     moved_forward, moved_backward = count_elementwise_bytes(facts, kind, candidate)
     moved_share = efficiency.bytes_share * (
@@ -103,10 +90,11 @@ def compute_layer_seconds(
     quantised_forward, quantised_backward = (
         count_quantisation_bytes(facts, kind, candidate) if rates.is_low_precision else (0.0, 0.0)
     )
+    forward = products.forward
     forward += attention_forward + elementwise_forward + rates.time_copy(quantised_forward)
     backward = (
-        inputs
-        + weights
+        products.input_gradients
+        + products.weight_gradients
         + attention_backward
         + rates.time_elementwise(moved_backward, *stream_shape, is_backward=True)
     )
@@ -133,29 +121,60 @@ def compute_layer_seconds(
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
-    selective = (
-        attention_forward
-        if candidate.engine.should_recompute_attention_only
-        else elementwise_forward + launched_on_host
-    )
+    recompute = forward
     mode = get_layer_recompute(kind, candidate.recompute)
-    recompute = (
-        max(selective, forward - _sum_avoided_seconds(facts, kind, candidate, rates))
-        if mode == "mixed"
-        else {"none": 0.0, "full": forward, "selective": selective}[mode]
-    )
+    if mode in ("selective", "mixed"):
+        recompute = (
+            attention_forward
+            if candidate.engine.should_recompute_attention_only
+            else elementwise_forward + launched_on_host
+        )
+    if mode == "mixed":
+        avoided = _sum_avoided_seconds(facts, kind, candidate, rates)
+        recompute = max(recompute, forward - avoided)
     return LayerSeconds(
         forward,
         backward,
-        recompute,
-        weights,
+        0.0 if mode == "none" else recompute,
+        products.weight_gradients,
         attention_forward,
         attention_backward,
-        experts_forward,
-        experts_backward,
+        products.experts_forward,
+        products.experts_backward,
         host_forward,
         host_backward,
     )
+
+
+class _MatmulSeconds(NamedTuple):
+    """Seconds of a layer's matrix products; those of its experts are also counted apart."""
+
+    forward: float = 0.0
+    input_gradients: float = 0.0
+    weight_gradients: float = 0.0
+    experts_forward: float = 0.0
+    experts_backward: float = 0.0
+
+
+def _time_matmuls(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> _MatmulSeconds:
+    forward = inputs = weights = experts_forward = experts_backward = 0.0
+    for product, rows in list_matmuls(facts, kind, candidate):
+        product_forward, input_gradient, weight_gradient = _time_matmul_passes(
+            product, rows, candidate, rates
+        )
+        num_calls = count_matmul_calls(facts, kind, product, candidate)
+        if product in kind.expert_matmuls:
+            num_calls /= rates.efficiency.expert_share
+            experts_forward += num_calls * product_forward
+            experts_backward += num_calls * (input_gradient + weight_gradient)
+        forward += num_calls * product_forward
+        inputs += num_calls * input_gradient
+        weights += num_calls * weight_gradient
+    if candidate.adapter is not None:
+        weights = 0.0  # frozen matrices take no gradient
+    return _MatmulSeconds(forward, inputs, weights, experts_forward, experts_backward)
 
 
 def _sum_avoided_seconds(

@@ -84,7 +84,6 @@ def compute_layer_traffic(
 ) -> tuple[LayerTraffic, LayerTraffic]:
     """Compute forward and backward (with recomputation) communication of one layer."""
     layout = candidate.layout
-    efficiency = network.efficiency
     if layout.tp == 1 and layout.cp == 1 and layout.ep == 1:
         return NO_TRAFFIC, NO_TRAFFIC
     recompute = get_layer_recompute(kind, candidate.recompute)
@@ -103,52 +102,74 @@ def compute_layer_traffic(
             kind, recompute, compute_collective_seconds(facts, candidate, network, groups)
         )
     expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
-    expert_overlap = _get_expert_overlap(candidate, network)
     context_forward, context_backward, can_overlap = _compute_context_seconds(
         facts, candidate, network, groups["cp"]
     )
-    directions = []
-    overlap_share = _get_tensor_overlap(layout)
-    for tensor, products, context, experts, attention, expert_products in (
-        (
-            tensor_forward,
-            seconds.forward - seconds.attention_forward,
-            context_forward,
-            expert,
-            seconds.attention_forward,
-            seconds.experts_forward,
-        ),
-        (
-            tensor_backward + tensor_repeated,
-            seconds.backward - seconds.attention_backward,
-            context_backward + repeats_attention * context_forward,
-            expert * (1 + is_recomputed),
-            seconds.attention_backward,
-            seconds.experts_backward,
-        ),
-    ):
-        hidden_tensor = max(
-            tensor * efficiency.tensor_overlap, min(tensor * overlap_share, products)
-        )
-        hidden_context = (
-            min(context, attention) * efficiency.context_overlap if can_overlap else 0.0
-        )
-        # The first part's rows and the last part's results travel beside no experts.
-        hidden_expert = max(
-            experts * expert_overlap,
-            min(experts, expert_products) * (1.0 - 1.0 / candidate.num_expert_parts),
-        )
-        directions.append(
-            LayerTraffic(
-                tensor - hidden_tensor,
-                context - hidden_context,
-                experts - hidden_expert,
-                hidden_tensor,
-                hidden_context,
-                hidden_expert,
-            )
-        )
-    return directions[0], directions[1]
+    forward = _PassSeconds(
+        tensor_forward,
+        seconds.forward - seconds.attention_forward,
+        context_forward,
+        seconds.attention_forward,
+        expert,
+        seconds.experts_forward,
+    )
+    backward = _PassSeconds(
+        tensor_backward + tensor_repeated,
+        seconds.backward - seconds.attention_backward,
+        context_backward + repeats_attention * context_forward,
+        seconds.attention_backward,
+        expert * (1 + is_recomputed),
+        seconds.experts_backward,
+    )
+    return (
+        _hide_seconds(forward, candidate, network, can_overlap_context=can_overlap),
+        _hide_seconds(backward, candidate, network, can_overlap_context=can_overlap),
+    )
+
+
+class _PassSeconds(NamedTuple):
+    """Seconds of communication in one pass, each with the computation that it can overlap with."""
+
+    tensor: float
+    products: float
+    context: float
+    attention: float
+    experts: float
+    expert_products: float
+
+
+def _hide_seconds(
+    seconds: _PassSeconds,
+    candidate: Candidate,
+    network: NetworkModel,
+    *,
+    can_overlap_context: bool,
+) -> LayerTraffic:
+    """Divide communication into a part that overlaps with computation, and the exposed rest."""
+    efficiency = network.efficiency
+    tensor_overlap = _get_tensor_overlap(candidate.layout)
+    hidden_tensor = max(
+        seconds.tensor * efficiency.tensor_overlap,
+        min(seconds.tensor * tensor_overlap, seconds.products),
+    )
+    hidden_context = (
+        min(seconds.context, seconds.attention) * efficiency.context_overlap
+        if can_overlap_context
+        else 0.0
+    )
+    # The first part's rows and the last part's results travel beside no experts.
+    hidden_expert = max(
+        seconds.experts * _get_expert_overlap(candidate, network),
+        min(seconds.experts, seconds.expert_products) * (1.0 - 1.0 / candidate.num_expert_parts),
+    )
+    return LayerTraffic(
+        seconds.tensor - hidden_tensor,
+        seconds.context - hidden_context,
+        seconds.experts - hidden_expert,
+        hidden_tensor,
+        hidden_context,
+        hidden_expert,
+    )
 
 
 def compute_collective_seconds(
@@ -278,9 +299,9 @@ def _get_expert_overlap(candidate: Candidate, network: NetworkModel) -> float:
     """Return the share of expert communication that may overlap with compute, which depends on
     whether it leaves a domain."""
     layout = candidate.layout
-    efficiency = network.efficiency
     reach = layout.ep * layout.tp
     is_within_domain = network.cluster.count_ranks_per_domain(reach, 1) == reach
+    efficiency = network.efficiency
     return efficiency.near_expert_overlap if is_within_domain else efficiency.expert_overlap
 
 

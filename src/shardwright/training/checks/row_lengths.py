@@ -6,8 +6,10 @@ import logging
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
+from shardwright.data.model_data import prepare_for_model
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.run_order import build_run_order, list_row_documents
+from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.model.routing import ExpertRules, resolve_expert_rules
 from shardwright.placement import has_micro_batch_scales
@@ -50,6 +52,26 @@ def has_short_rows(
         )
         return False
     return True
+
+
+def prepare_training_rows(recipe: Recipe, num_ranks: int) -> TrainingRows:
+    """Prepare the data and read the lengths of the rows of the first steps.
+
+    Raises:
+        InputError: the sources are streamed, or cannot be prepared.
+    """
+    if recipe.data.streaming is not None:
+        raise InputError(
+            "the rows of streamed sources are not read for a plan, because that fetches them",
+            field="data.streaming",
+            remedy="Plan with full rows (without --data), or without `data.streaming`",
+        )
+    shape, data = prepare_for_model(recipe)
+    training = recipe.training
+    per_rank = (training.micro_batch_size or 1) * (training.gradient_accumulation_steps or 1)
+    return read_training_rows(
+        recipe, shape, data, training.global_batch_size or per_rank * num_ranks
+    )
 
 
 def read_training_rows(
