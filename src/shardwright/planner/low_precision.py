@@ -90,6 +90,11 @@ class ScaledShares:
         """Bytes moved per element to quantise in separate operations."""
         return EAGER_4BIT_BYTES if self.has_4bit_operands else EAGER_BYTES
 
+    @property
+    def temporary_bytes(self) -> float:
+        """Bytes per element at the peak of a quantisation in separate operations."""
+        return _TEMPORARY_4BIT_BYTES if self.has_4bit_operands else _TEMPORARY_BYTES
+
     def get_share(self, role: str) -> float:
         """Return the share of products of a role with quantised operands."""
         target = TARGET_OF_ROLE.get(role)  # type: ignore[call-overload]
@@ -119,15 +124,6 @@ class ScaledShares:
             share * (m * n + weight_shares[1] * n * k),
             self.get_weight_gradient_share(role) * (m * n + m * k),
         )
-
-
-def count_temporary_bytes(role: str, m: float, n: float, k: float, shares: ScaledShares) -> float:
-    """Count the bytes of the temporary tensors of a product's largest quantisation, in separate
-    operations."""
-    if not shares.get_share(role):
-        return 0.0
-    num_bytes = _TEMPORARY_4BIT_BYTES if shares.has_4bit_operands else _TEMPORARY_BYTES
-    return num_bytes * max(m * k, n * k, m * n)
 
 
 def explain_missing_kernels(

@@ -50,6 +50,7 @@ from shardwright.planner.memory.block_weights import (
     count_product_elements,
     get_weight_bytes,
 )
+from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
 
@@ -109,6 +110,7 @@ def get_layer_activations(
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
         candidate.adapter is None or candidate.adapter.quantised,
+        compute_block_temporaries(facts, kind, candidate),
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
@@ -304,6 +306,7 @@ def build_block_tensors(
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
+        temporaries=compute_block_temporaries(facts, kind, candidate),
     )
 
 
