@@ -150,7 +150,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         peak += tensor_bytes.routed * num_results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
     if tensor_bytes.is_repeated:
-        peak = max(peak, live + tensor_bytes.temporaries.down.output)
+        peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
     for operation in _list_operations(tensor_bytes):
         elements = operation.elements
         temporaries = operation.temporaries
@@ -186,6 +186,15 @@ def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
     inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
     output = max(tensor_bytes.routed, tensor_bytes.gathered)
     return inner + tensor_bytes.gathered + 2.0 * output + 2.0 * tensor_bytes.stream
+
+
+def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
+    """Compute the bytes beside saved tensors where a forward pass quantises the operands of its
+    last product: the result of attention's branch, and the feed-forward's input before a gather."""
+    if not block.temporaries.down.output:
+        return 0.0
+    num_streams = 2.0 if block.should_gather_gradient else 1.0
+    return block.temporaries.down.output + num_streams * block.stream
 
 
 class _Operation(NamedTuple):

@@ -25,7 +25,7 @@ def compute_block_temporaries(
     """
     shares = candidate.scaled_shares
     found: dict[str, ProductTemporaries] = {}
-    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
+    if shares is None or candidate.compile:
         return BlockTemporaries()
     size = shares.temporary_bytes
     for product, m in list_matmuls(facts, kind, candidate):
