@@ -10,7 +10,7 @@ Legend: M tokens, N output features, K input features of a product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwright.architecture import ModelShape
 from shardwright.config.low_precision import (
@@ -43,6 +43,12 @@ _TEMPORARY_4BIT_BYTES = 20.0
 rounded."""
 
 
+_SPANNING_SCALES: dict[LowPrecisionRecipe, Literal["rows", "tensors"]] = {
+    "tensorwise": "tensors",
+    "rowwise": "rows",
+    "rowwise_with_gw_hp": "rows",
+    "nvfp4": "rows",
+}
 _SINCE_BLACKWELL = ("Blackwell", "Blackwell Ultra", "RTX Blackwell")
 _SINCE_HOPPER = ("Hopper", *_SINCE_BLACKWELL)
 _KERNEL_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
@@ -81,6 +87,8 @@ class ScaledShares:
     """Gradients of all weights are multiplied in bf16."""
     has_4bit_operands: bool = False
     """Operands have 4 bits (`nvfp4`), not 8."""
+    spanning: Literal["nothing", "rows", "tensors"] = "nothing"
+    """What a scale covers if tensor-parallel ranks may share it: a row or column, or a tensor."""
     gathered: float = 0.0
     """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
     blocks."""
@@ -198,6 +206,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         shares["experts"],
         section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
         section.kind == "nvfp4",
+        _SPANNING_SCALES.get(section.recipe, "nothing"),
         _compute_gathered_share(shape, section, totals),
     )
 

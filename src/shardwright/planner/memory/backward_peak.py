@@ -121,7 +121,7 @@ class BlockTensorBytes:
     """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
     weight_bytes: WeightBytes
-    temporaries: BlockTemporaries = BlockTemporaries()
+    temporaries: BlockTemporaries
 
 
 def compute_norm_gradient_bytes(

@@ -25,16 +25,19 @@ def compute_block_temporaries(
     """
     shares = candidate.scaled_shares
     found: dict[str, ProductTemporaries] = {}
-    if shares is None or candidate.compile:
+    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
         return BlockTemporaries()
     size = shares.temporary_bytes
-    for product, m in list_matmuls(facts, kind, candidate):
+    experts = facts.shape.experts
+    for product, rows in list_matmuls(facts, kind, candidate):
         if not shares.get_share(product.role):
             continue
         n, k = compute_local_sides(product, candidate)
-        weight = n * k
-        if product.sharding.startswith("expert") and facts.shape.experts is not None:
-            weight *= facts.shape.experts.num_experts / candidate.layout.ep
+        num_matrices = 1.0
+        if product.sharding.startswith("expert") and experts is not None:
+            num_matrices = experts.num_experts / candidate.layout.ep
+        m = rows * num_matrices
+        weight = n * k * num_matrices
         # Gathered codes are not quantised again.
         is_quantised = compute_quantised_shares(product, n, candidate, shares, facts)[0] == 1.0
         quantised_weight = weight * is_quantised
