@@ -191,9 +191,7 @@ def test_temporary_memory_is_that_of_the_largest_operand() -> None:
 
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
-    assert shares == ScaledShares(
-        1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows"
-    )
+    assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
     assert candidate.is_runnable
     assert not replace(candidate, scaled_shares=None).is_runnable

@@ -112,7 +112,6 @@ def compute_layer_traffic(
     )
     tensor_forward += maxima_forward
     tensor_backward += maxima_backward
-    tensor_repeated += is_recomputed * maxima_forward
     expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
     expert_overlap = _get_expert_overlap(candidate, network)
     context_forward, context_backward, can_overlap = _compute_context_seconds(
@@ -182,12 +181,13 @@ def compute_collective_seconds(
 def list_maxima_exchanges(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """List the exchanges of maxima of a layer's activations and gradients, forward and backward.
+    """List the exchanges of maxima of a layer and micro-batch, forward and backward.
 
-    Those of weights are one exchange per step, which is not counted.
+    Recomputation repeats none. Maxima of weights are one exchange of a stage per step, of which a
+    layer and a micro-batch have their share; two scales per weight are counted.
 
     Returns:
-        For each exchange, the share of the layers that have it, and its bytes.
+        For each exchange, the share of it, and its bytes.
     """
     shares = candidate.scaled_shares
     forward: list[tuple[float, float]] = []
@@ -210,6 +210,9 @@ def list_maxima_exchanges(
             continue
         if shares.spanning == "tensors" and candidate.adapter is None:
             backward.append((shares.get_weight_gradient_share(product.role), size))
+    num_layers = facts.shape.num_layers / candidate.layout.pp
+    num_passes = num_layers * candidate.gradient_accumulation_steps
+    forward.append((1.0 / num_passes, 8.0 * (len(forward) + len(backward)) * num_layers))
     return forward, backward
 
 
