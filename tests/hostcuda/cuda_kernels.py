@@ -347,6 +347,18 @@ def _run_wide_addmm(
     return out
 
 
+def _run_silu_backward(d_out: Tensor, x: Tensor) -> Tensor:
+    """Differentiate silu by the CPU's kernel.
+
+    On a device without a kernel for it, torch composes it of five operators with results of their
+    own, which would count as memory.
+    """
+    result: Tensor = torch.ops.aten.silu_backward.grad_input(
+        d_out, x, grad_input=torch.empty_like(x)
+    )
+    return result
+
+
 def register() -> torch.library.Library:
     """Register the operators; they exist as long as the result."""
     library = torch.library.Library("aten", "IMPL")
@@ -360,5 +372,6 @@ def register() -> torch.library.Library:
     library.impl("addmm.dtype_out", _run_wide_addmm, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
+    library.impl("silu_backward", _run_silu_backward, "CUDA")
     scaled_kernels.register(library)
     return library

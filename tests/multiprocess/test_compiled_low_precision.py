@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,11 +27,11 @@ from tests.multiprocess.scaled_operands import (
 )
 
 NUM_LAYERS = {"num_hidden_layers": 10}
-TENSOR = (DENSE, "rowwise_with_gw_hp", Layout(tp=2), "none")
+TENSOR = (DENSE, "tensorwise", Layout(tp=2), "none")
 LONG = {
     "gw_hp-ep": (SPARSE, "rowwise_with_gw_hp", Layout(dp_shard=2, ep=2, zero_stage=2), "full"),
     "gw_hp-ring": (DENSE, "rowwise_with_gw_hp", Layout(cp=2, cp_method="ring"), "none"),
-    "tensorwise-tp": (DENSE, "tensorwise", Layout(tp=2), "selective"),
+    "gw_hp-tp": (DENSE, "rowwise_with_gw_hp", Layout(tp=2), "selective"),
     "rowwise-tp": (DENSE, "rowwise", Layout(tp=2, sequence_parallel=False), "full"),
     "mxfp8-zero3": (DENSE, "mxfp8", Layout(dp_shard=2, zero_stage=3), "full"),
     "mxfp8-experts-tp": (SPARSE, "mxfp8", Layout(tp=2), "selective"),
@@ -55,8 +56,13 @@ def run_step(model: ParallelModel, cell: Cell, rank: int) -> tuple[list[Tensor],
     return [gradient.clone() for gradient in gathered if gradient is not None], operands
 
 
-def compare_with_uncompiled(cell: Cell) -> tuple[int, int]:
-    """Run a step uncompiled and one compiled; return the numbers of graphs."""
+def compute_uncompiled(cell: Cell) -> list[Tensor]:
+    """Return the gradients of one process."""
+    return run_step(build_model(cell), cell, 0)[0]
+
+
+def compare_with_uncompiled(cell: Cell) -> tuple[tuple[int, int], list[Tensor]]:
+    """Run a step uncompiled and one compiled; return the numbers of graphs, and gradients."""
     model = build_model(cell)
     rank = torch.distributed.get_rank()
     expected, expected_operands = run_step(model, cell, rank)
@@ -67,13 +73,13 @@ def compare_with_uncompiled(cell: Cell) -> tuple[int, int]:
     assert operands == expected_operands
     for got, want in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-    return counter.counts
+    return counter.counts, gradients
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(TENSOR, id="gw_hp-tp"),
+        pytest.param(TENSOR, id="tensorwise-tp"),
         *(pytest.param(case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
     ],
 )
@@ -82,6 +88,10 @@ def test_compiled_ranks_have_one_graph_and_the_same_operands(ranks: RankPool, ca
     section = build_section(recipe)
     accumulation = 4 if layout.pp > 1 else 1
     cell = Cell(config | NUM_LAYERS, section, layout, accumulation, recompute)
-    assert ranks.run(layout.world_size, compare_with_uncompiled, cell) == (
-        [(1, 1)] * layout.world_size
-    )
+    results = ranks.run(layout.world_size, compare_with_uncompiled, cell)
+    assert [counts for counts, _ in results] == [(1, 1)] * layout.world_size
+    if layout.world_size == layout.tp:  # the same micro-batches in one process
+        single = replace(cell, layout=Layout(), recompute="none")
+        (expected,) = ranks.run(1, compute_uncompiled, single)
+        for got, want in zip(results[0][1], expected, strict=True):
+            assert (got - want).norm() <= 1e-5 * want.norm()

@@ -10,7 +10,7 @@ Legend: M tokens, N output features, K input features of a product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwright.architecture import ModelShape
 from shardwright.config.low_precision import (
@@ -43,6 +43,12 @@ _TEMPORARY_4BIT_BYTES = 20.0
 rounded."""
 
 
+_SPANNING_SCALES: dict[LowPrecisionRecipe, Literal["rows", "tensors"]] = {
+    "tensorwise": "tensors",
+    "rowwise": "rows",
+    "rowwise_with_gw_hp": "rows",
+    "nvfp4": "rows",
+}
 _SINCE_BLACKWELL = ("Blackwell", "Blackwell Ultra", "RTX Blackwell")
 _SINCE_HOPPER = ("Hopper", *_SINCE_BLACKWELL)
 _KERNEL_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
@@ -81,6 +87,8 @@ class ScaledShares:
     """Gradients of all weights are multiplied in bf16."""
     has_4bit_operands: bool = False
     """Operands have 4 bits (`nvfp4`), not 8."""
+    spanning: Literal["nothing", "rows", "tensors"] = "nothing"
+    """What a scale covers if tensor-parallel ranks may share it: a row or column, or a tensor."""
     gathered: float = 0.0
     """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
     blocks."""
@@ -89,6 +97,11 @@ class ScaledShares:
     def eager_bytes(self) -> float:
         """Bytes moved per element to quantise in separate operations."""
         return EAGER_4BIT_BYTES if self.has_4bit_operands else EAGER_BYTES
+
+    @property
+    def temporary_bytes(self) -> float:
+        """Bytes per element at the peak of a quantisation in separate operations."""
+        return _TEMPORARY_4BIT_BYTES if self.has_4bit_operands else _TEMPORARY_BYTES
 
     def get_share(self, role: str) -> float:
         """Return the share of products of a role with quantised operands."""
@@ -119,15 +132,6 @@ class ScaledShares:
             share * (m * n + weight_shares[1] * n * k),
             self.get_weight_gradient_share(role) * (m * n + m * k),
         )
-
-
-def count_temporary_bytes(role: str, m: float, n: float, k: float, shares: ScaledShares) -> float:
-    """Count the bytes of the temporary tensors of a product's largest quantisation, in separate
-    operations."""
-    if not shares.get_share(role):
-        return 0.0
-    num_bytes = _TEMPORARY_4BIT_BYTES if shares.has_4bit_operands else _TEMPORARY_BYTES
-    return num_bytes * max(m * k, n * k, m * n)
 
 
 def explain_missing_kernels(
@@ -202,6 +206,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         shares["experts"],
         section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
         section.kind == "nvfp4",
+        _SPANNING_SCALES.get(section.recipe, "nothing"),
         _compute_gathered_share(shape, section, totals),
     )
 

@@ -28,16 +28,14 @@ from shardwright.planner.low_precision import (
     build_scaled_shares,
     explain_missing_kernels,
 )
+from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
-from shardwright.planner.time.memory_traffic import (
-    count_quantisation_bytes,
-    count_quantisation_temporary_bytes,
-)
+from shardwright.planner.time.memory_traffic import count_quantisation_bytes
 from tests.multiprocess.scaled_operands import SPARSE, WIDE
 from tests.unit.test_low_precision_rules import build_recipe
 
@@ -65,10 +63,10 @@ def test_shares_follow_targets_and_exclusions() -> None:
     def build(**section: Any) -> ScaledShares | None:
         return build_scaled_shares(shape, FP8Section(**section))
 
-    assert build() == ScaledShares(1.0, 1.0, 0.0, has_wide_weight_gradients=True)
+    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning="rows")
     assert build(recipe="mxfp8", targets=("mlp",)) == ScaledShares(0.0, 1.0, 0.0, False)
     half = build(exclude=("model.layers.0.*",))
-    assert half == ScaledShares(0.5, 0.5, 0.0, True)
+    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning="rows")
     thirds = build(exclude=("*.down_proj.weight",))
     assert thirds is not None
     assert thirds.mlp == pytest.approx(2 / 3)
@@ -172,14 +170,18 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     assert "gathered in bf16" in explain_gathers(facts, replace(rows, layout=block.layout))
 
 
+def count_temporary_bytes(candidate: Candidate) -> float:
+    facts = get_model_facts(read_config(LLAMA))
+    return compute_block_temporaries(facts, facts.kinds[0], candidate).down.output
+
+
 def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     facts = get_model_facts(read_config(LLAMA))
     candidate = make_candidate(LLAMA)
-    assert count_quantisation_temporary_bytes(facts, candidate) == 9 * 2048 * 4 * 8192
-    halved = replace(candidate, layout=Layout(tp=2))
-    assert count_quantisation_temporary_bytes(facts, halved) == 9 * 2048 * 4 * 4096
-    assert count_quantisation_temporary_bytes(facts, replace(candidate, compile=True)) == 0
-    assert count_quantisation_temporary_bytes(facts, replace(candidate, precision="bf16")) == 0
+    assert count_temporary_bytes(candidate) == 9 * 2048 * 4 * 8192
+    assert count_temporary_bytes(replace(candidate, layout=Layout(tp=2))) == 9 * 2048 * 4 * 4096
+    assert count_temporary_bytes(replace(candidate, compile=True)) == 0
+    assert count_temporary_bytes(replace(candidate, precision="bf16")) == 0
     efficiency = load_efficiencies().get_efficiency(H100.accelerator)
     predictor = Predictor(facts, H100, efficiency)
     plain = predictor.predict(replace(candidate, precision="bf16"))
@@ -189,7 +191,7 @@ def test_temporary_memory_is_that_of_the_largest_operand() -> None:
 
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
-    assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True)
+    assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
     assert candidate.is_runnable
     assert not replace(candidate, scaled_shares=None).is_runnable
@@ -199,7 +201,7 @@ def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     assert count_quantisation_bytes(facts, facts.kinds[0], candidate) == pytest.approx(
         [ratio * each for each in count_quantisation_bytes(facts, facts.kinds[0], eight)]
     )
-    assert count_quantisation_temporary_bytes(facts, candidate) == 20 * 2048 * 4 * 8192
+    assert count_temporary_bytes(candidate) == 20 * 2048 * 4 * 8192
     efficiency = load_efficiencies().get_efficiency(B200.accelerator)
     seconds = [
         compute_layer_seconds(

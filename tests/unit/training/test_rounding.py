@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 
 from shardwright.config.low_precision import LowPrecisionRecipe
+from shardwright.errors import CheckpointError
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.operand import get_widest_blocks
 from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
@@ -68,6 +70,38 @@ def test_a_run_logs_its_rounding(tmp_path: Path, precision: dict[str, Any], is_s
     assert all((max((step.fp8_saturated or {}).values()) > 0) == is_stale for step in steps)
     warnings = [e.message for e in events if isinstance(e, WarningEvent)]
     assert any("saturated in 3 logged steps" in message for message in warnings) == is_stale
+
+
+def test_a_run_continues_in_another_precision_by_name(tmp_path: Path) -> None:
+    config = CONFIG | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    training = {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 2}
+
+    def build(kind: str, max_steps: int) -> Any:
+        return build_recipe(
+            tmp_path,
+            precision={"kind": kind},
+            training=training | {"learning_rate": 1e-2, "max_steps": max_steps},
+            model={"config": config | {"max_position_embeddings": 32}},
+        )
+
+    train(build("bf16", 1))
+    with pytest.raises(CheckpointError, match=r"precision\.kind: saved bf16, now fp8"):
+        train(build("fp8", 2), resume=True)
+    train(build("fp8", 2), resume=True, allow_drift=["precision"])
+    train(build("fp32", 3), resume=True, allow_drift=["precision"])
+    events = read_events(tmp_path / "run/events.jsonl")
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert [(each.step, each.fp8_flushed is not None) for each in steps] == [
+        (1, False),
+        (2, True),
+        (3, False),
+    ]
+    values = json.loads((tmp_path / "run/checkpoints/step-00000003/values.json").read_text())
+    kinds = [each for each in values["drift"] if each["field"] == "precision.kind"]
+    assert kinds == [
+        {"step": 1, "field": "precision.kind", "saved": "bf16", "current": "fp8"},
+        {"step": 2, "field": "precision.kind", "saved": "fp8", "current": "fp32"},
+    ]
 
 
 @pytest.mark.parametrize(

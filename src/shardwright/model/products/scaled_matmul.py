@@ -90,6 +90,29 @@ def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Ten
     )
 
 
+def _register_grouped_shape() -> torch.library.Library | None:
+    """Let compilers and rehearsals trace the grouped kernel; torch 2.13 has no shape for it.
+
+    Returns:
+        What keeps the registration; None if torch has one, or lacks the operator.
+    """
+    name = "aten::_scaled_grouped_mm_v2"
+    has_operator = hasattr(torch.ops.aten, "_scaled_grouped_mm_v2")
+    if not has_operator or torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+        return None
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    library.impl(name, _allocate_grouped_product)
+    return library
+
+
+def _allocate_grouped_product(codes_MK: Tensor, codes_EKN: Tensor, *options: object) -> Tensor:
+    dtype = next(option for option in options if isinstance(option, torch.dtype))
+    return codes_MK.new_empty((codes_MK.shape[0], codes_EKN.shape[2]), dtype=dtype)
+
+
+_grouped_shape = _register_grouped_shape()
+
+
 def multiply_experts_on_device(
     left: QuantisedMatrix,
     right: QuantisedMatrix,

@@ -42,6 +42,7 @@ from shardwright.planner.memory.backward_peak import (
     BlockTensorBytes,
     compute_deferred_bytes,
     compute_forward_end_bytes,
+    compute_last_quantisation_bytes,
     compute_norm_gradient_bytes,
     compute_peak_gradient_bytes,
 )
@@ -50,6 +51,7 @@ from shardwright.planner.memory.block_weights import (
     count_product_elements,
     get_weight_bytes,
 )
+from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
 
@@ -67,6 +69,9 @@ class LayerActivations:
     where a schedule defers them."""
     deferring_gradient_bytes: float = 0.0
     """Those of `gradient_bytes` where they are deferred."""
+    quantising_bytes: float = 0.0
+    """Bytes beside the saved ones where the forward pass quantises its last operands, in separate
+    operations."""
 
     @property
     def total_bytes(self) -> float:
@@ -109,10 +114,14 @@ def get_layer_activations(
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
         candidate.adapter is None or candidate.adapter.quantised,
+        candidate.scaled_shares and (candidate.scaled_shares, layout.fsdp, layout.zero_stage),
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
-        cached = facts.activation_cache[key] = _compute_layer_activations(facts, kind, candidate)
+        cached = _compute_layer_activations(facts, kind, candidate)
+        block = build_block_tensors(facts, kind, candidate, is_repeated=False)
+        cached = replace(cached, quantising_bytes=compute_last_quantisation_bytes(block))
+        facts.activation_cache[key] = cached
     assert isinstance(cached, LayerActivations)
     return cached
 
@@ -227,6 +236,9 @@ def _compute_layer_activations(
         # The end of the forward pass, beside all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
+    elif candidate.precision == "nvfp4" and any(map(any, tensors_of_block.temporaries)):
+        # Results of kernels are saved, and then multiplied by the outer scales of rows.
+        recomputed += attention.matmul_results - attention.output + inner_matmuls
     return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
@@ -304,6 +316,7 @@ def build_block_tensors(
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
+        temporaries=compute_block_temporaries(facts, kind, candidate),
     )
 
 

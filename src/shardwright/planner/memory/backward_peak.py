@@ -29,7 +29,7 @@ If sequence parallelism gathers a branch's output gradient, n is added beside it
 products overlap with communication, `_gather_products` describes those that share an input; tokens
 are sorted by chunk, which takes a copy of each narrow tensor. If
 the gradients of weights are deferred, products leave their inputs and the gradients of their
-outputs, except those of experts.
+outputs, except those of experts. Products of quantised operands also allocate `ProductTemporaries`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,26 @@ class WeightBytes(NamedTuple):
     """Of the weight's cast, freed with the product."""
 
 
+class ProductTemporaries(NamedTuple):
+    """Bytes in which a product's operands are quantised in separate operations; 0 for others."""
+
+    output: float = 0.0
+    """In the forward pass."""
+    input_gradient: float = 0.0
+    """Before the gradient of the input is allocated."""
+    beside_gradient: float = 0.0
+    """Beside the gradient of the input: codes, and operands of the weight's gradient."""
+
+
+class BlockTemporaries(NamedTuple):
+    """Those of a block's products; of the largest one if several share an operation."""
+
+    down: ProductTemporaries = ProductTemporaries()
+    up: ProductTemporaries = ProductTemporaries()
+    attention_out: ProductTemporaries = ProductTemporaries()
+    projections: ProductTemporaries = ProductTemporaries()
+
+
 @dataclass(frozen=True)
 class BlockTensorBytes:
     """Bytes of one tensor of each width in a block on this rank. `routed`: rows sent to experts.
@@ -101,6 +121,7 @@ class BlockTensorBytes:
     """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
     weight_bytes: WeightBytes
+    temporaries: BlockTemporaries
 
 
 def compute_norm_gradient_bytes(
@@ -128,9 +149,16 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
         peak += tensor_bytes.routed * num_results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
+    if tensor_bytes.is_repeated:
+        peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
     for operation in _list_operations(tensor_bytes):
         elements = operation.elements
-        peak = max(peak, live + operation.beside + elements * weight.result)
+        temporaries = operation.temporaries
+        peak = max(
+            peak,
+            live + temporaries.input_gradient,
+            live + operation.beside + max(elements * weight.result, temporaries.beside_gradient),
+        )
         live += operation.change - elements * weight.cast
         peak = max(peak, live + elements * (weight.result + weight.converted))
         live += elements * weight.remaining
@@ -160,11 +188,21 @@ def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
     return inner + tensor_bytes.gathered + 2.0 * output + 2.0 * tensor_bytes.stream
 
 
+def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
+    """Compute the bytes beside saved tensors where a forward pass quantises the operands of its
+    last product: the result of attention's branch, and the feed-forward's input before a gather."""
+    if not block.temporaries.down.output:
+        return 0.0
+    num_streams = 2.0 if block.should_gather_gradient else 1.0
+    return block.temporaries.down.output + num_streams * block.stream
+
+
 class _Operation(NamedTuple):
     beside: float
     change: float
     elements: float = 0.0
     """Elements of its weight."""
+    temporaries: ProductTemporaries = ProductTemporaries()
 
 
 def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
@@ -191,18 +229,22 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         + block.queries * (deferred if is_explicit else 1.0)
         + (deferred - 1.0) * branch_gradient,
         block.elements.output,
+        block.temporaries.attention_out,
     )
     projected = block.queries + 2.0 * block.keys
     # Explicit products have freed the values, and have their gradient, before those of scores.
     beside = block.scores if is_explicit else projected
     yield _Operation(beside, (deferred - 2.0) * block.queries)
     if block.is_pipelined:
-        yield _gather_products(block, projected, block.elements.projections)
+        yield _gather_products(
+            block, projected, block.elements.projections, block.temporaries.projections
+        )
         return
     yield _Operation(
         2.0 * block.gathered,
         deferred * block.gathered - (1.0 - deferred) * projected,
         block.elements.projections,
+        block.temporaries.projections,
     )
 
 
@@ -216,19 +258,24 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         gathered_gradient + (1.0 + block.is_adapted + _count_sorted(block)) * inner,
         deferred * (gathered_gradient + inner),
         block.elements.down,
+        block.temporaries.down,
     )
     if block.is_pipelined:
         num_gates = 1.0 if block.is_gated else 0.0
         yield _Operation((1.0 + num_gates * (1.0 if block.is_gate_fused else 2.0)) * inner, -inner)
-        yield _gather_products(block, (1.0 + num_gates) * inner, block.elements.up)
+        yield _gather_products(
+            block, (1.0 + num_gates) * inner, block.elements.up, block.temporaries.up
+        )
         return
     if not block.is_gated:
         yield _Operation(inner, -inner)
-        yield _Operation(width, deferred * (inner + width) - inner, block.elements.up)
+        change = deferred * (inner + width) - inner
+        yield _Operation(width, change, block.elements.up, block.temporaries.up)
         return
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
-    yield _Operation(width, width - (1.0 - deferred) * inner, block.elements.up / 2)
-    yield _Operation(2.0 * width, (deferred - 1.0) * (inner + width), block.elements.up / 2)
+    half = (block.elements.up / 2, block.temporaries.up)
+    yield _Operation(width, width - (1.0 - deferred) * inner, *half)
+    yield _Operation(2.0 * width, (deferred - 1.0) * (inner + width), *half)
 
 
 def _count_sorted(block: BlockTensorBytes) -> float:
@@ -236,7 +283,9 @@ def _count_sorted(block: BlockTensorBytes) -> float:
     return float(block.is_pipelined and block.should_gather_gradient)
 
 
-def _gather_products(block: BlockTensorBytes, outputs: float, elements: float) -> _Operation:
+def _gather_products(
+    block: BlockTensorBytes, outputs: float, elements: float, temporaries: ProductTemporaries
+) -> _Operation:
     """Build the operation of products that share an input, `outputs` bytes wide together.
 
     The gradient of the input is summed over the ranks beside those of the weights. It ends as the
@@ -244,10 +293,12 @@ def _gather_products(block: BlockTensorBytes, outputs: float, elements: float) -
     """
     width = block.gathered
     if not block.should_gather_gradient:
-        return _Operation(2.0 * width, width if block.is_deferred else -outputs, elements)
+        change = width if block.is_deferred else -outputs
+        return _Operation(2.0 * width, change, elements, temporaries)
     product = width / MAX_TENSOR_CHUNKS
     freed = 0.0 if block.is_deferred else width + outputs
-    return _Operation(outputs + width + product + block.stream, block.stream - freed, elements)
+    beside = outputs + width + product + block.stream
+    return _Operation(beside, block.stream - freed, elements, temporaries)
 
 
 def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
@@ -259,10 +310,12 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     yield _Operation(rows, -rows)
     if block.num_expert_parts:
         yield exchange
-    yield _Operation((1.0 + block.is_adapted) * inner, -rows, block.elements.down)
+    down = (block.elements.down, block.temporaries.down)
+    yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down)
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
-    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, block.elements.up)
+    up = (block.elements.up, block.temporaries.up)
+    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up)
     if block.num_expert_parts:
         yield exchange
     yield _Operation(2.0 * rows, block.gathered - rows)

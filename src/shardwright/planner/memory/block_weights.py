@@ -6,8 +6,8 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.backward_peak import ProductElements, WeightBytes
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
-_UP_ROLES = ("gate", "up", "gate_up", "expert_gate_up")
-_DOWN_ROLES = ("down", "expert_down")
+UP_ROLES = ("gate", "up", "gate_up", "expert_gate_up")
+DOWN_ROLES = ("down", "expert_down")
 
 
 def count_product_elements(
@@ -23,9 +23,9 @@ def count_product_elements(
         if product in kind.expert_matmuls:
             assert facts.shape.experts is not None
             elements *= facts.shape.experts.num_experts / layout.ep
-        if product.role in _DOWN_ROLES:
+        if product.role in DOWN_ROLES:
             down += elements
-        elif product.role in _UP_ROLES:
+        elif product.role in UP_ROLES:
             up += elements
         elif product.role == "attention_out":
             output += elements

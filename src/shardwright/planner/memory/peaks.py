@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import compute_logit_bytes
+from shardwright.planner.memory.activations import compute_logit_bytes, get_layer_activations
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.memory.live_activations import LiveActivations, compute_live_activations
 from shardwright.planner.memory.moved_weights import count_updated_blocks
@@ -38,7 +38,6 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
-from shardwright.planner.time.memory_traffic import count_quantisation_temporary_bytes
 
 
 def predict_memory(
@@ -137,7 +136,6 @@ def _compute_loss_peak(
     at_loss = (1.0 + (layout.pp > 1), float(is_returning))
     in_backward = (2.0, (2.0 + has_shards) * is_returning)
     beside_leaving = (2.0, in_backward[1] + 1.0)
-    quantisation = count_quantisation_temporary_bytes(facts, candidate)
     saved_in_head = saved
     if live.is_offloaded and live.can_return and layout.pp == 1:
         # The layer before the last one has left, and returns when the backward pass begins.
@@ -147,8 +145,12 @@ def _compute_loss_peak(
         saved -= live.head_bytes  # the last norm's input, freed before the layers' backward pass
         if gradients and not candidate.is_sharded and not facts.shape.tied_embeddings:
             remaining = 0.0  # the gradient of the head's weight is added to an existing one
+    layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
+    quantising = max(layer.quantising_bytes for layer in layers)
+    if quantising:  # at the end of the last layer's forward pass
+        moments.append((saved, 0.0, True, quantising, at_loss))
     moments += [
-        (saved - freed + added, remaining, False, quantisation, in_backward)
+        (saved - freed + added, remaining, False, 0.0, in_backward)
         for freed, added in live.backward_moments
     ]
     if candidate.engine.has_ordered_frees:
@@ -157,7 +159,7 @@ def _compute_loss_peak(
                 live.compute_bytes_while_deferring(load, passes),
                 remaining,
                 False,
-                quantisation,
+                0.0,
                 in_backward,
             )
             for passes in load.deferred_passes
@@ -174,7 +176,7 @@ def _compute_loss_peak(
                 others + live.recomputed_bytes + live.gradient_bytes,
                 remaining,
                 False,
-                quantisation,
+                0.0,
                 beside_leaving,
             )
         )
@@ -209,7 +211,6 @@ def _compute_loss_peak(
         in_reduction = compute_pending_reduction_bytes(
             candidate, count_group_elements(facts, candidate, load)
         )
-        in_reduction += quantisation
         moments += [
             (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_reduced)
             for freed, added in live.backward_moments
@@ -268,7 +269,6 @@ def _compute_backward_peak(
         workspaces += (
             facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
         )
-    workspaces += count_quantisation_temporary_bytes(facts, candidate)
     gradients = (
         persistent.gradients
         + persistent.reduced_gradients

@@ -11,7 +11,6 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     ScaledShares,
-    count_temporary_bytes,
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 
@@ -201,19 +200,6 @@ def count_quantisation_bytes(
     return forward * _QUANTISATION_BYTES, backward * _QUANTISATION_BYTES
 
 
-def count_quantisation_temporary_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Count the bytes of the largest quantisation's temporary tensors; 0 if it is compiled."""
-    shares = candidate.scaled_shares
-    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
-        return 0.0
-    return max(
-        count_temporary_bytes(product.role, rows, *sides, shares)
-        for kind in facts.kinds
-        for product, rows in list_matmuls(facts, kind, candidate)
-        for sides in [compute_local_sides(product, candidate)]
-    )
-
-
 def _count_operand_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, shares: ScaledShares
 ) -> tuple[float, float]:
@@ -222,7 +208,7 @@ def _count_operand_bytes(
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         num_out, num_in = compute_local_sides(product, candidate)
-        weight_shares = _compute_quantised_shares(product, num_out, candidate, shares, facts)
+        weight_shares = compute_quantised_shares(product, num_out, candidate, shares, facts)
         elements = shares.count_operands(product.role, rows, num_out, num_in, weight_shares)
         num_bytes = element_bytes * count_matmul_calls(facts, kind, product, candidate)
         forward += num_bytes * elements.forward
@@ -232,7 +218,7 @@ def _count_operand_bytes(
     return forward, backward
 
 
-def _compute_quantised_shares(
+def compute_quantised_shares(
     product: Matmul,
     num_out: float,
     candidate: Candidate,

@@ -1,0 +1,63 @@
+"""Memory in which the operands of a block's products are quantised, in separate operations.
+
+Legend: M tokens, N output features, K input features of a product on this rank.
+"""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.backward_peak import BlockTemporaries, ProductTemporaries
+from shardwright.planner.memory.block_weights import DOWN_ROLES, UP_ROLES
+from shardwright.planner.model_costs import LayerKind, ModelFacts
+from shardwright.planner.time.memory_traffic import (
+    compute_local_sides,
+    compute_quantised_shares,
+    list_matmuls,
+)
+
+
+def compute_block_temporaries(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> BlockTemporaries:
+    """Compute the temporary bytes of a block's products; 0 if they are compiled or not quantised.
+
+    A product quantises one operand after the other, and keeps the codes of the first, a byte each.
+    """
+    shares = candidate.scaled_shares
+    found: dict[str, ProductTemporaries] = {}
+    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
+        return BlockTemporaries()
+    size = shares.temporary_bytes
+    experts = facts.shape.experts
+    for product, rows in list_matmuls(facts, kind, candidate):
+        if not shares.get_share(product.role):
+            continue
+        n, k = compute_local_sides(product, candidate)
+        num_matrices = 1.0
+        if product.sharding.startswith("expert") and experts is not None:
+            num_matrices = experts.num_experts / candidate.layout.ep
+        m = rows * num_matrices
+        weight = n * k * num_matrices
+        # Gathered codes are not quantised again.
+        is_quantised = compute_quantised_shares(product, n, candidate, shares, facts)[0] == 1.0
+        quantised_weight = weight * is_quantised
+        beside_gradient = m * n + weight + quantised_weight  # the weight's codes, transposed too
+        if candidate.adapter is None and shares.get_weight_gradient_share(product.role):
+            beside_gradient = max(beside_gradient, size * m * n, m * n + size * m * k)
+        temporaries = ProductTemporaries(
+            output=max(size * m * k, m * k + size * quantised_weight),
+            input_gradient=max(size * m * n, m * n + size * quantised_weight),
+            beside_gradient=beside_gradient,
+        )
+        operation = _get_operation(product.role)
+        others = found.get(operation, ProductTemporaries())
+        found[operation] = ProductTemporaries(*map(max, temporaries, others))
+    return BlockTemporaries(**found)
+
+
+def _get_operation(role: str) -> str:
+    if role in DOWN_ROLES:
+        return "down"
+    if role in UP_ROLES:
+        return "up"
+    return "attention_out" if role == "attention_out" else "projections"
