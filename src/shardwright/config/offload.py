@@ -11,6 +11,8 @@ from shardwright.config.recipe_section import LocalFolderText, RecipeSection
 OffloadTier = Literal["none", "host", "disk"]
 UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
+BUCKETS_PER_BUFFER = 4
+"""Buckets of state on disk in one buffer."""
 
 
 class OffloadSection(RecipeSection):
@@ -40,9 +42,11 @@ class OffloadSection(RecipeSection):
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
-    """Size of a staging buffer, and so of a bucket of state: a multiple of 4096. `disk` has
-    three in host memory per rank; with CUDA three more are in device memory. `activations: disk`
-    has two in host memory; `parameters: disk` has one, for trained weights two."""
+    """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
+    size, with CUDA through three in device memory. State on disk moves in buckets of a quarter,
+    through the memory of three buffers on the host, with CUDA also through three buckets on the
+    device. `activations: disk` has two buffers in host memory; `parameters: disk` has one, for
+    trained weights two."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
@@ -56,6 +60,17 @@ class OffloadSection(RecipeSection):
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket of state.
+
+        On disk it is a fraction of a buffer, because an update waits until its first bucket is
+        written and another one is read into that memory (docs/decisions/0158-buckets-on-disk.md).
+        """
+        if self.optimizer != "disk":
+            return self.buffer_bytes
+        return max(1, self.buffer_bytes // BUCKETS_PER_BUFFER // 4096) * 4096
 
     @property
     def tiers(self) -> dict[str, OffloadTier]:

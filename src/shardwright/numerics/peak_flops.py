@@ -18,6 +18,8 @@ Forward and each gradient take 2 x their product FLOPs.
 Work = Callable[[], torch.Tensor]
 
 BUDGET_SECONDS = 0.4
+_MAX_BUSY_FACTOR = 10.0
+"""Longest time of the measurement, as a multiple of its budget, on a busy CPU."""
 _MIN_RATE_SHARE = 0.25
 """Kinds of product (forward, the input's gradient, the weight's) below this share of the best
 rate so far are not measured again."""
@@ -39,20 +41,26 @@ def measure_matmul_flops_per_second(
     measured.
 
     Takes about `BUDGET_SECONDS`, however slow the device is: the smallest product comes first,
-    and larger ones use fewer tokens where they would take too long. Cached for the life of the
-    process.
+    and larger ones use fewer tokens where they would take too long. On a CPU the seconds are those
+    of this thread's processor time, so other processes lower neither the rate nor the number of
+    measured products; the measurement then takes up to `_MAX_BUSY_FACTOR` times as long. Cached for
+    the life of the process.
 
     Args:
         products: those of the model's layers, with the tokens of a micro-batch.
     """
-    deadline = time.perf_counter() + BUDGET_SECONDS
+    clock = _Clock(device)
+    deadline = clock.read() + BUDGET_SECONDS
+    last_start = time.perf_counter() + _MAX_BUSY_FACTOR * BUDGET_SECONDS
     squares = (2048, 4096, 8192) if device.type == "cuda" else (128, 256, 512, 1024)
     smallest, *others = sorted({*((size,) * 3 for size in squares), *products}, key=math.prod)
     runs = _build_layer_products(smallest, device, dtype)
-    latest = [_measure_rate(run, smallest, 0.0, device) for run in runs]
+    latest = [_measure_rate(run, smallest, 0.0, clock) for run in runs]
     fastest = list(latest)
     for index, product in enumerate(others):
-        seconds = (deadline - time.perf_counter()) / (len(others) - index) / len(latest)
+        if time.perf_counter() > last_start:
+            break
+        seconds = (deadline - clock.read()) / (len(others) - index) / len(latest)
         kinds = [
             kind for kind, rate in enumerate(fastest) if rate >= _MIN_RATE_SHARE * max(fastest)
         ]
@@ -61,7 +69,7 @@ def measure_matmul_flops_per_second(
             continue
         runs = _build_layer_products(reduced, device, dtype)
         for kind in kinds:
-            latest[kind] = _measure_rate(runs[kind], reduced, seconds, device)
+            latest[kind] = _measure_rate(runs[kind], reduced, seconds, clock)
             fastest[kind] = max(fastest[kind], latest[kind])
     return max(fastest)
 
@@ -87,22 +95,33 @@ def _build_layer_products(
     return (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
 
 
-def _measure_rate(
-    run: Work, product: Product, budget_seconds: float, device: torch.device
-) -> float:
+class _Clock:
+    """Seconds of a device: processor time of this thread on a CPU, else elapsed time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> float:
+        """Return the seconds once the device has ended its work."""
+        if self._device.type == "cpu":
+            return time.thread_time()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _measure_rate(run: Work, product: Product, budget_seconds: float, clock: _Clock) -> float:
     """Measure the FLOP/s of the fastest run within the budget.
 
     At least two runs, unless one exceeds the budget.
     """
-    started = time.perf_counter()
+    started = clock.read()
     best = math.inf
     num_runs = 0
-    while num_runs < 2 or time.perf_counter() - started < budget_seconds:
-        run_start = time.perf_counter()
+    while num_runs < 2 or clock.read() - started < budget_seconds:
+        run_start = clock.read()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - run_start)
+        best = min(best, clock.read() - run_start)
         num_runs += 1
         if 0.0 < budget_seconds < best:
             break

@@ -1,4 +1,4 @@
-"""Store in a scratch file: direct I/O with a reader thread, a writer thread and staging buffers.
+"""Store in a scratch file: direct I/O with a reader thread, a writer thread and staging memory.
 
 The file has no name: the operating system removes it when the process ends, however it ends, so
 it is never taken for state. Its blocks are reserved before training starts. Reads and writes
@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal
 
 import numpy as np
@@ -26,14 +25,12 @@ from torch import Tensor
 
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.errors import OffloadFailed
+from shardwright.offload.staging_ring import StagedBucket, StagingRing
 from shardwright.offload.state_buckets import PAGE_BYTES, StateBucket
 from shardwright.offload.store import Swap, TransferCounts
 from shardwright.units import format_bytes
 
 logger = logging.getLogger("shardwright")
-
-NUM_BUFFERS = 3
-"""Staging buffers: one is read, one updated, one written."""
 
 
 class DiskStore:
@@ -45,29 +42,29 @@ class DiskStore:
         self,
         folder: Path,
         segment_bytes: Sequence[int],
-        buffer_bytes: int,
+        capacity_bytes: int,
         *,
-        num_buffers: int = NUM_BUFFERS,
         is_pinned: bool = False,
         disk: Disk = LOCAL_DISK,
     ) -> None:
         """Reserve the file's blocks, which read as zeros.
 
+        Args:
+            capacity_bytes: Staging memory; at least the largest bucket.
+
         Raises:
             OffloadFailed: the folder cannot be written, or has not enough free space.
         """
         self.counts = TransferCounts()
-        self.num_buffers = num_buffers
+        self.capacity_bytes = capacity_bytes
         self._folder = folder
         self._disk = disk
         self._offsets = [0, *accumulate(segment_bytes)]
         self._descriptor = self._create_file()
         self._map: mmap.mmap | None = None
-        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
-        for _ in range(num_buffers):
-            self._free.put(allocate_buffer(buffer_bytes, is_pinned=is_pinned))
-        self._buffers: dict[int, Tensor] = {}
-        """Staging buffers of open swaps, by bucket."""
+        self._ring = StagingRing(allocate_buffer(capacity_bytes, is_pinned=is_pinned))
+        self._staged: dict[int, StagedBucket] = {}
+        """Staging memory of open swaps, by bucket."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
         self._writes: dict[int, Future[None]] = {}
@@ -99,22 +96,22 @@ class DiskStore:
         return descriptor
 
     def swap_in(self, index: int, bucket: StateBucket) -> Swap:
-        """Start to read a bucket into a staging buffer, as soon as one is free."""
+        """Start to read a bucket into staging memory, as soon as there is enough."""
         self._unmap()
         pending_write = self._writes.pop(index, None)
         return Swap(index, bucket, self._reader.submit(self._read, index, bucket, pending_write))
 
     def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
-        """Start to write a bucket; its staging buffer is free again when it has been written."""
-        buffer = self._buffers.pop(swap.index)
+        """Start to write a bucket; its staging memory is free again when it has been written."""
+        staged = self._staged.pop(swap.index)
         self._writes[swap.index] = self._writer.submit(
-            self._write, buffer, swap.bucket, ready_event
+            self._write, staged, swap.bucket, ready_event
         )
 
     def release(self, swap: Swap) -> None:
-        """Free the staging buffer of a bucket that has not changed."""
+        """Free the staging memory of a bucket that has not changed."""
         swap.parts.result()
-        self._free.put(self._buffers.pop(swap.index))
+        self._ring.give_back(self._staged.pop(swap.index))
 
     def view_segment(self, segment: int) -> Tensor:
         """Return the bytes of a segment in a mapping of the file."""
@@ -126,7 +123,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Discard the content: stop the threads and free file and buffers."""
-        self._free.put(None)  # a reader that waits for a buffer ends
+        self._ring.close()
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._map = None
@@ -152,11 +149,9 @@ class DiskStore:
         """Read a bucket, on the reader thread."""
         if pending_write is not None:
             pending_write.result()
-        buffer = self._free.get()
-        if buffer is None:
-            raise OffloadFailed("the store was closed")
-        self._buffers[index] = buffer
-        parts = _split_buffer(buffer, bucket)
+        staged = self._ring.take(bucket.num_bytes)
+        self._staged[index] = staged
+        parts = _split_buffer(staged.memory, bucket)
         start_seconds = time.perf_counter()
         for part, place in zip(parts, bucket.ranges, strict=True):
             position = self._offsets[place.segment] + place.offset_bytes
@@ -167,14 +162,16 @@ class DiskStore:
         return parts
 
     def _write(
-        self, buffer: Tensor, bucket: StateBucket, ready_event: torch.cuda.Event | None
+        self, staged: StagedBucket, bucket: StateBucket, ready_event: torch.cuda.Event | None
     ) -> None:
         """Write a bucket, on the writer thread."""
         try:
             if ready_event is not None:
                 ready_event.synchronize()
             start_seconds = time.perf_counter()
-            for part, place in zip(_split_buffer(buffer, bucket), bucket.ranges, strict=True):
+            for part, place in zip(
+                _split_buffer(staged.memory, bucket), bucket.ranges, strict=True
+            ):
                 position = self._offsets[place.segment] + place.offset_bytes
                 data = part.numpy().data
                 self._attempt(
@@ -183,7 +180,7 @@ class DiskStore:
                 self.counts.written_bytes += place.num_bytes
             self.counts.writing_seconds += time.perf_counter() - start_seconds
         finally:
-            self._free.put(buffer)
+            self._ring.give_back(staged)
 
     def _attempt(self, verb: str, operation: Callable[[], None]) -> None:
         """Run a file operation; raise one error that names the folder."""

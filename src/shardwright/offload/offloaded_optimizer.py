@@ -49,6 +49,10 @@ from shardwright.optim.state import get_rule
 from shardwright.units import format_bytes
 
 
+_NUM_BUFFERS = 3
+"""Buffers of the recipe in a rank's staging memory of a scratch file."""
+
+
 class OffloadableModel(ShardedModel, Protocol):
     """Sharded parameters whose gradients are reported; `parallel.ParallelModel` is one."""
 
@@ -69,7 +73,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         model: ShardedModel,
         create_store: Callable[[StatePartition], Store],
         *,
-        buffer_bytes: int,
+        bucket_bytes: int,
         device: torch.device,
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
@@ -79,7 +83,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             optimizer: Optimizer that has taken no step; it keeps no state.
             model: How the parameters are sharded.
             create_store: Function from the partition of this rank's state to a store of zeros.
-            buffer_bytes: Size of a bucket. One matrix may need more (Adafactor: the state of a
+            bucket_bytes: Size of a bucket. One matrix may need more (Adafactor: the state of a
                 block, or all of it if the parameters stay).
             device: Device of parameters and gradients.
             has_host_update: True to update on the host what is on a CUDA device.
@@ -98,7 +102,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         }
         self._partition = partition_state(
             [self._describe(name) for name in self._members],
-            buffer_bytes if optimizer.is_divisible else 1 << 62,
+            bucket_bytes if optimizer.is_divisible else 1 << 62,
         )
         self._host_update = (
             HostUpdate({name: member for name, (member, _) in self._members.items()}, device)
@@ -289,9 +293,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._device_buffers.begin_step()
         num_requested = len(self._swaps)
         for _ in order:
-            while num_requested < len(order) and len(self._swaps) < self._store.num_buffers:
-                self._request(order[num_requested])
-                num_requested += 1
+            num_requested += self._request(order[num_requested:])
             swap = self._swaps.popleft()
             parts = wait_for_parts(self._store, swap)
             if self._device_buffers is None:
@@ -304,11 +306,18 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._device_buffers is not None:
             self._device_buffers.end_step()
         if self._store.tier == "disk":
-            for index in order[: self._store.num_buffers]:
-                self._request(index)
+            self._request(order)
 
-    def _request(self, index: int) -> None:
-        self._swaps.append(self._store.swap_in(index, self._partition.buckets[index]))
+    def _request(self, order: Sequence[int]) -> int:
+        """Start to swap in the next buckets that fit beside the open ones; return their number."""
+        free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self._swaps)
+        for count, index in enumerate(order):
+            bucket = self._partition.buckets[index]
+            free_bytes -= bucket.num_bytes
+            if free_bytes < 0:
+                return count
+            self._swaps.append(self._store.swap_in(index, bucket))
+        return len(order)
 
     def _close_swaps(self) -> None:
         """Give up the swaps that were begun for the next step."""
@@ -319,6 +328,15 @@ class OffloadedOptimizer(ShardedOptimizer):
         """Discard the state and free the store. No step may follow."""
         self._swaps.clear()
         self._store.close()
+
+
+def compute_staging_bytes(section: OffloadSection, partition: StatePartition) -> int:
+    """Compute the bytes of host memory through which a rank's state on disk passes.
+
+    At least three buckets, unless the state is smaller: one is read, one updated, one written.
+    """
+    largest_bytes = max(section.buffer_bytes, partition.max_bucket_bytes)
+    return min(_NUM_BUFFERS * largest_bytes, partition.num_bytes)
 
 
 def offload_optimizer(
@@ -350,7 +368,7 @@ def offload_optimizer(
         return DiskStore(
             default_folder if section.dir is None else Path(section.dir),
             partition.segment_bytes,
-            partition.max_bucket_bytes,
+            compute_staging_bytes(section, partition),
             is_pinned=is_pinned,
         )
 
@@ -359,7 +377,7 @@ def offload_optimizer(
         piecewise,
         model,
         create_store,
-        buffer_bytes=section.buffer_bytes,
+        bucket_bytes=section.bucket_bytes,
         device=device,
         has_host_update=has_host_update,
         parameters=parameters,

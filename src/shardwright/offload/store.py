@@ -60,7 +60,7 @@ class Swap:
     index: int
     bucket: StateBucket
     parts: Future[list[Tensor]]
-    """Bytes of the bucket's ranges in host memory; views of the store, or of a staging buffer."""
+    """Bytes of the bucket's ranges in host memory; views of the store, or of staging memory."""
 
 
 class Store(Protocol):
@@ -68,8 +68,9 @@ class Store(Protocol):
 
     tier: Literal["host", "disk"]
     counts: TransferCounts
-    num_buffers: int
-    """Swaps that may be open at the same time: a further one begins when one is closed."""
+    capacity_bytes: int
+    """Bytes of buckets whose swaps may be open at the same time: a further one begins when enough
+    are closed."""
 
     def swap_in(self, index: int, bucket: StateBucket) -> Swap:
         """Start to bring a bucket to host memory."""
@@ -112,7 +113,7 @@ class HostStore:
 
     segments: list[Tensor]
     tier: Literal["host", "disk"] = "host"
-    num_buffers: int = 1 << 30
+    capacity_bytes: int = 1 << 62
     counts: TransferCounts = field(default_factory=TransferCounts)
 
     @classmethod

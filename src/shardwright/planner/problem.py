@@ -112,7 +112,9 @@ def build_template(
         parameter_offload=moved.parameters,
         can_offload_trained=not recipe.model.keep_zeros,
         activation_offload=moved.activations,
-        offload_buffer_bytes=moved.buffer_bytes,
+        offload_buffer_bytes=moved.buffer_bytes
+        if recipe.run.device == "cpu"
+        else moved.bucket_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         working_weights=recipe.working_weights,

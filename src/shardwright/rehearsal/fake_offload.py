@@ -23,6 +23,7 @@ from shardwright.offload import (
 )
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.device_buffers import NUM_BUFFERS
+from shardwright.offload.offloaded_optimizer import compute_staging_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
 from shardwright.offload.weight_store import WeightRange
@@ -159,6 +160,7 @@ def build_fake_offloaded_optimizer(
     model: ParallelModel,
     live: LiveMemoryTracker,
     *,
+    is_on_cpu: bool,
     is_updated_on_host: bool = False,
     parameters: ParameterOffload | None = None,
 ) -> tuple[OffloadedOptimizer, Tensor]:
@@ -169,11 +171,14 @@ def build_fake_offloaded_optimizer(
     """
     device = model.device
 
-    largest_bucket_bytes = 0
+    staging_bytes = 0
 
     def create_store(partition: StatePartition) -> Store:
-        nonlocal largest_bucket_bytes
-        largest_bucket_bytes = partition.max_bucket_bytes
+        nonlocal staging_bytes
+        if is_on_cpu:
+            staging_bytes = compute_staging_bytes(section, partition)
+        elif not is_updated_on_host:
+            staging_bytes = min(NUM_BUFFERS * partition.max_bucket_bytes, partition.num_bytes)
         with live.exclude_new_tensors():
             segments = [
                 torch.empty(size, dtype=torch.uint8, device=device)
@@ -186,11 +191,8 @@ def build_fake_offloaded_optimizer(
         piecewise,
         model,
         create_store,
-        buffer_bytes=section.buffer_bytes,
+        bucket_bytes=section.bucket_bytes,
         device=torch.device("cpu"),  # no copies: the segments are where the update runs
         parameters=parameters,
     )
-    staging_bytes = min(NUM_BUFFERS * largest_bucket_bytes, offloaded.num_bytes)
-    if is_updated_on_host:
-        staging_bytes = 0
     return offloaded, torch.empty(staging_bytes, dtype=torch.uint8, device=device)

@@ -201,6 +201,7 @@ def _build_optimizer(
         offload,
         model,
         live,
+        is_on_cpu=recipe.run.device == "cpu",
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
     )

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.config.offload import OffloadSection
 from shardwright.config.training import OptimizerSection
 from shardwright.offload import OffloadedOptimizer
 from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.offloaded_optimizer import compute_staging_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store
 from shardwright.optim import (
@@ -61,13 +63,13 @@ class Run:
                 if tier == "host":
                     return HostStore.allocate(partition.segment_bytes, is_pinned=False)
                 assert folder is not None
-                return DiskStore(folder, partition.segment_bytes, partition.max_bucket_bytes)
+                return DiskStore(folder, partition.segment_bytes, 3 * partition.max_bucket_bytes)
 
             self.optimizer = OffloadedOptimizer(
                 self.optimizer,  # type: ignore[arg-type]
                 model,
                 create_store,
-                buffer_bytes=BUFFER_BYTES,
+                bucket_bytes=BUFFER_BYTES,
                 device=torch.device("cpu"),
             )
 
@@ -186,4 +188,26 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
     places = [place for bucket in buckets for place in bucket.ranges]
     assert all(place.offset_bytes % PAGE_BYTES == 0 for place in places)
     assert all(place.buffer_bytes % PAGE_BYTES == 0 for place in places)
+    run.close()
+
+
+def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:
+    """What it cannot take is the only part that the next update waits for."""
+    run = Run("adamw", tmp_path, tier="disk")
+    run.step(0)
+    assert isinstance(run.optimizer, OffloadedOptimizer)
+    open_bytes = sum(swap.bucket.num_bytes for swap in run.optimizer._swaps)
+    following = run.partition.buckets[len(run.optimizer._swaps)]
+    capacity_bytes = 3 * run.partition.max_bucket_bytes
+    assert open_bytes <= capacity_bytes < open_bytes + following.num_bytes
+    run.close()
+
+
+def test_buckets_on_disk_are_smaller_than_buffers_in_the_same_memory(tmp_path: Path) -> None:
+    run = Run("adamw", tmp_path, tier="host")
+    section = OffloadSection(optimizer="disk", buffer_bytes=4 * BUFFER_BYTES)
+    assert section.bucket_bytes == BUFFER_BYTES
+    assert compute_staging_bytes(section, run.partition) == run.partition.num_bytes
+    section = section.model_copy(update={"buffer_bytes": BUFFER_BYTES})
+    assert compute_staging_bytes(section, run.partition) == 3 * BUFFER_BYTES
     run.close()
