@@ -144,10 +144,6 @@ OTHERS = (
     # and precision, and routing in separate operations.
     Parameter("frameworks", "megatron-core", "sparse_operations", 1.0, 6.0),
     Parameter("frameworks", "megatron-core", "expert_overlap", 0.0, 0.95),
-    Parameter("features", "overlapped experts", "expert_overlap", 0.0, 0.95),
-    Parameter("features", "overlapped experts", "near_expert_overlap", 0.0, 0.95),
-    Parameter("features", "latent_experts", "expert_overlap", 0.3, 0.98),
-    Parameter("features", "latent_experts", "near_expert_overlap", 0.3, 0.98),
     Parameter("frameworks", "megatron-core", "expert_share", 0.3, 1.0),
     Parameter("features", "fp8 experts", "expert_share", 0.2, 1.2),
     Parameter("features", "nvfp4 experts", "expert_share", 0.1, 1.0),
@@ -254,12 +250,12 @@ NANOTRON = {
 }
 DEEPSPEED = {"data_hop_seconds": 1e-5}
 OURS = {"tensor_overlap": 0.0}  # tensor-parallel collectives are synchronous
-# Three quarters of the rows are not sent.
+# Counted, not fitted: rows of a quarter of the width are sent.
 LATENT = {"latent_experts": {"expert_overlap": 0.75, "near_expert_overlap": 0.75}}
 # From single rows of NeMo on boards of eight GPUs around the turn of 2026.
 ROUTING = {"unfused routing": {"routing_seconds": 2e-7}}
-# One kernel computes all experts. Of the exchange, as much may overlap as of other communication
-# that trainers overlap.
+# Counted, not fitted. One kernel computes all experts. Of the exchange, as much may overlap as of
+# other communication that trainers overlap.
 FUSED = {
     "fused experts": {"launches_each_expert": False},
     "overlapped experts": {"expert_overlap": 0.9, "near_expert_overlap": 0.9},
