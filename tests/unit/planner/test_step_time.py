@@ -289,11 +289,11 @@ def test_the_host_launches_the_products_of_each_expert(
             candidate,
             DeviceRates(
                 cluster,
-                replace(IDEAL, host_seconds=1.0, launches_each_expert=launches_each_expert),
+                replace(IDEAL, expert_launch_seconds=seconds),
                 precision,
             ),
         )
-        for launches_each_expert in (False, True)
+        for seconds in (0.0, 1.0)
     )
     num_local_experts = 4
     forward, backward = (num_local_experts * number for number in launches)

@@ -128,11 +128,11 @@ def compute_layer_seconds(
     backward += dequantisation
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
-    launches_forward, launches_backward = _count_expert_launches(facts, kind, candidate, rates)
+    launches_forward, launches_backward = _time_expert_launches(facts, kind, candidate, rates)
     # The host has waited for the numbers of rows, so it does not run ahead of the forward pass.
-    forward += max(0.0, host * launches_forward - experts_forward)
-    host_forward = host * (sparse * _NUM_FORWARD_OPERATIONS + launches_forward)
-    host_backward = host * (sparse * _NUM_BACKWARD_OPERATIONS + launches_backward)
+    forward += max(0.0, launches_forward - experts_forward)
+    host_forward = host * sparse * _NUM_FORWARD_OPERATIONS + launches_forward
+    host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS + launches_backward
     launched_on_host = 0.0
     if efficiency.runs_on_host:
         launched_on_host = host_forward
@@ -164,22 +164,23 @@ def compute_layer_seconds(
     )
 
 
-def _count_expert_launches(
+def _time_expert_launches(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
-    """Count the operations that the host launches for each expert, forward and backward: a product,
-    both of its gradients, and in few bits the quantisation of each operand.
+    """Return the host's seconds for operations that it launches for each expert, forward and
+    backward: a product, both of its gradients, and in few bits the quantisation of each operand.
 
     Transformer Engine's GroupedLinear calls cuBLAS once per expert (cublaslt_gemm.cu,
     nvte_multi_tensor_gemm) and quantises once per expert.
     """
-    if not rates.efficiency.launches_each_expert:
+    seconds = rates.efficiency.expert_launch_seconds
+    if not seconds:
         return 0.0, 0.0
     num_calls = sum(
         count_matmul_calls(facts, kind, product, candidate) for product in kind.expert_matmuls
     )
     num_quantised = num_calls if rates.is_low_precision else 0.0
-    return num_calls + num_quantised, 2 * num_calls + num_quantised
+    return seconds * (num_calls + num_quantised), seconds * (2 * num_calls + num_quantised)
 
 
 def _sum_avoided_seconds(
