@@ -209,6 +209,11 @@ class EngineModel:
         """Return True if sharded gradients are reduced after each micro-batch."""
         return zero_stage >= 2
 
+    def has_late_sums(self, zero_stage: int) -> bool:
+        """Return True if one all-reduce sums all gradients after the last backward pass, and one
+        all-gather follows the update; neither overlaps."""
+        return False
+
     def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
         """Compute total bytes of one micro-batch's gradients beside their sums. Here they are
         added as they are computed."""

@@ -270,6 +270,41 @@ def test_launches_on_a_device_that_is_its_own_host_add_to_compute_time() -> None
     assert added.compute - overlapped.compute == pytest.approx(shape.num_layers * 62 * 1e-7)
 
 
+@pytest.mark.parametrize(("precision", "launches"), [("bf16", (2, 4)), ("fp8", (4, 6))])
+def test_the_host_launches_the_products_of_each_expert(
+    precision: str, launches: tuple[int, int]
+) -> None:
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    cluster = models.make_cluster(2)
+    accelerator = replace(
+        cluster.accelerator, peak_flops_per_second={"bf16": 1e12, "fp8": 2e12, "fp32": 5e11}
+    )
+    cluster = replace(cluster, accelerator=accelerator)
+    candidate = Candidate(Layout(dp_shard=2, ep=2, zero_stage=1), 128, precision=precision)
+    one_kernel, looped = (
+        compute_layer_seconds(
+            facts,
+            kind,
+            candidate,
+            DeviceRates(
+                cluster,
+                replace(IDEAL, expert_launch_seconds=seconds),
+                precision,
+            ),
+        )
+        for seconds in (0.0, 1.0)
+    )
+    num_local_experts = 4
+    forward, backward = (num_local_experts * number for number in launches)
+    assert looped.host_forward - one_kernel.host_forward == pytest.approx(forward)
+    assert looped.host_backward - one_kernel.host_backward == pytest.approx(backward)
+    # The forward pass waits for its launches, because the host cannot run ahead.
+    assert looped.forward == pytest.approx(
+        one_kernel.forward - one_kernel.experts_forward + forward
+    )
+
+
 def test_handoff_time_is_added_per_collective() -> None:
     layout = Layout(dp_shard=4, zero_stage=3)
     times = [

@@ -4,16 +4,18 @@ them on real ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shardwright.layout import CpMethod, Layout
-from shardwright.layout.degrees import ExpertDispatch
-from shardwright.planner import Efficiency
+from shardwright.layout.degrees import ExpertDispatch, ZeroStage
+from shardwright.planner import Efficiency, predict
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 from shardwright.planner.time.communication import NetworkModel, StridedGroup, build_groups
 from shardwright.planner.time.compute import LayerSeconds
 from shardwright.planner.time.memory_traffic import count_matmul_calls, list_matmuls
@@ -125,6 +127,27 @@ def test_tensor_parallel_ranks_each_send_a_part_of_the_sequence_to_whole_experts
     assert sharded_others == pytest.approx(2 * token * 2 / 2), (
         "ranks of a sharded expert gather each other's rows and sum their results"
     )
+
+
+def test_late_sums_reduce_all_gradients_and_overlap_with_nothing() -> None:
+    shape = models.read_shape("llama")
+    network_efficiency = Efficiency(data_overlap=1.0)
+
+    def predict_data(engine: FrameworkConventions, stage: ZeroStage) -> tuple[float, float]:
+        candidate = Candidate(Layout(dp_shard=8, zero_stage=stage), TOKENS, ROWS, engine=engine)
+        time = predict(shape, candidate, models.make_cluster(8), network_efficiency).time
+        return time.data, time.hidden_data
+
+    sharded = FrameworkConventions("sharded", weight_bytes=2.0, reduce_bytes=4.0)
+    late = replace(sharded, has_unsharded_sums=True)
+    exposed, hidden = predict_data(late, 1)
+    assert hidden == 0.0
+    # An all-reduce of fp32 gradients and a gather of bf16 weights at 10 GB/s, and their start-up.
+    ring_bytes = shape.num_parameters * (2 * 4 + 2) * 7 / 8
+    assert exposed == pytest.approx(ring_bytes / (1e10 * network_efficiency.intra_share), rel=0.1)
+    assert predict_data(late, 2) == predict_data(sharded, 2)
+    assert FRAMEWORK_DEFAULTS["nanotron"].conventions.has_late_sums(1)
+    assert not FRAMEWORK_DEFAULTS["nanotron"].conventions.has_late_sums(0)
 
 
 def test_halves_hide_half_of_the_exchange_behind_experts_with_half_of_the_rows() -> None:

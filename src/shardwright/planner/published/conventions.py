@@ -147,6 +147,10 @@ class FrameworkConventions(EngineModel):
     should_defer_stage_2: bool = False
     """zero_stage 2 reduces gradients once per step, not once per micro-batch."""
 
+    has_unsharded_sums: bool = False
+    """zero_stage 1 sums the gradients of a step as zero_stage 0 does, but after the backward
+    pass."""
+
     @property
     def has_master_weights(self) -> bool:
         return self.weight_bytes is None
@@ -225,6 +229,9 @@ class FrameworkConventions(EngineModel):
 
     def should_reduce_each_micro_batch(self, zero_stage: int) -> bool:
         return zero_stage == 3 or (zero_stage == 2 and not self.should_defer_stage_2)
+
+    def has_late_sums(self, zero_stage: int) -> bool:
+        return zero_stage == 1 and self.has_unsharded_sums
 
     def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
         return num_elements * self.micro_batch_gradient_bytes

@@ -103,8 +103,9 @@ def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
 # (optim/gradient_accumulator.py). A gate's activation is saved beside gate and up. Gathered
 # inputs and gathered gradients have one persistent buffer each
 # (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
-# (models/llama.py). A norm saves twice its input and output, estimated from rows that differ in
-# micro-batch and depth.
+# (models/llama.py). With zero_stage 1 there is no DDP that would overlap the sum of gradients
+# (trainer.py, `make_ddp` and `reduce_scatter=False`). A norm saves twice its input and output,
+# estimated from rows that differ in micro-batch and depth.
 _NANOTRON = replace(
     _MIXED_PRECISION,
     name="nanotron",
@@ -118,6 +119,7 @@ _NANOTRON = replace(
     logit_bytes=10.0,
     num_sequence_buffers=2.0,
     should_save_gathered_sequence=False,
+    has_unsharded_sums=True,
 )
 
 # Selective recomputation saves every second matmul of a block, and attention's output: in a

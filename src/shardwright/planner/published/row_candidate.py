@@ -58,8 +58,8 @@ def build_row_candidate(
         # Interleaving needs complete rounds of micro-batches. A row without them used another
         # schedule.
         layout = replace(layout, schedule="1f1b", virtual_stages=None)
-    accelerator = find_node(row["gpu"] or DEFAULT_ACCELERATOR).accelerator
-    conventions = build_conventions(row, framework, layout, accelerator)
+    node = find_node(row["gpu"] or DEFAULT_ACCELERATOR)
+    conventions = build_conventions(row, framework, layout, node)
     _, has_unsharded_experts = resolve_expert_parallel(
         row, read_integer(row, "ep") or 1, layout.tp, layout.fsdp
     )
@@ -81,7 +81,7 @@ def build_row_candidate(
             row["flash_attention"], framework.flash_attention
         ),
         # FlashAttention and cuDNN's kernel, which trainers use, have windows, documents and sinks.
-        has_masked_kernels=accelerator.kind == "gpu",
+        has_masked_kernels=node.accelerator.kind == "gpu",
         num_fp4_layers=int(row["notes.fp4_layers"]) + 1 if row["notes.fp4_layers"] else None,
         loss_chunk_tokens=1024 if row["notes.chunked_loss"] else None,
         should_reduce_in_bf16=row["notes.mixed_precision"] == "PURE",

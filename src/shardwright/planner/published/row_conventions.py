@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwright.hardware import Accelerator
+from shardwright.hardware import Node
 from shardwright.layout import Layout
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import (
@@ -15,6 +15,7 @@ from shardwright.planner.published.frameworks import (
     is_performance_recipe,
     use_pure_bf16,
 )
+from shardwright.planner.published.moe_recipes import has_all_to_all
 
 _ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
 """Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
@@ -22,10 +23,11 @@ releases gather a bucket at a time."""
 
 
 def build_conventions(
-    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, accelerator: Accelerator
+    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, node: Node
 ) -> FrameworkConventions:
     """Return the conventions of a row's framework: those of its release, changed by the row's
     notes."""
+    accelerator = node.accelerator
     is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
     of_release = (framework.conventions_since_2025 if is_recent else None) or (
         (
@@ -52,6 +54,8 @@ def build_conventions(
         row["notes.framework"], row["source"]
     ):
         conventions = replace(conventions, gradient_bytes=2.0, reduce_bytes=2.0)
+    if conventions.name == "megatron-core" and has_all_to_all(row, node):
+        conventions = replace(conventions, has_node_dispatch=False)
     if row["notes.dispatch"]:
         conventions = replace(conventions, has_node_dispatch=True)
     if conventions.name == "deepspeed" and re.search(

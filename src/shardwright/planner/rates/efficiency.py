@@ -39,6 +39,9 @@ class Efficiency:
     rows. 0 if one kernel does it."""
     sparse_operations: float = 1.6
     """Ratio of a sparse layer's operations to a dense layer's, for the host's launch time."""
+    expert_launch_seconds: float = 0.0
+    """Seconds between two launches by the host if it launches the products of each expert
+    separately, after it has waited for the numbers of their rows. 0: one kernel."""
     attention_forward_share: float = 0.55
     """Share of the dense peak that the fused attention kernel's forward pass reaches on long
     rows."""

@@ -26,6 +26,7 @@ from shardwright.planner.time.memory_traffic import (
     count_elementwise_bytes,
     count_matmul_calls,
     count_quantisation_bytes,
+    count_separate_bytes,
     list_matmuls,
 )
 from shardwright.schedule.registry import has_split_backward
@@ -83,8 +84,10 @@ def compute_layer_seconds(
     moved_share = efficiency.bytes_share * (
         efficiency.compiled_bytes_share if candidate.compile else 1.0
     )
-    moved_forward *= moved_share
-    moved_backward *= moved_share
+    separate_forward, separate_backward = count_separate_bytes(facts, kind, candidate)
+    separate_share = max(1.0, efficiency.bytes_share)
+    moved_forward = moved_forward * moved_share + separate_forward * separate_share
+    moved_backward = moved_backward * moved_share + separate_backward * separate_share
     stream_shape = candidate.residual_tokens, facts.shape.hidden_size
     elementwise_forward = rates.time_elementwise(moved_forward, *stream_shape, is_backward=False)
     quantised_forward, quantised_backward = (
@@ -113,8 +116,11 @@ def compute_layer_seconds(
     backward += dequantisation
     host = efficiency.host_seconds * (_COMPILED_OPERATIONS_SHARE if candidate.compile else 1.0)
     sparse = efficiency.sparse_operations if kind.shape.sparse else 1.0
-    host_forward = host * sparse * _NUM_FORWARD_OPERATIONS
-    host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS
+    launches_forward, launches_backward = _time_expert_launches(facts, kind, candidate, rates)
+    # The host has waited for the numbers of rows, so it does not run ahead of the forward pass.
+    forward += max(0.0, launches_forward - products.experts_forward)
+    host_forward = host * sparse * _NUM_FORWARD_OPERATIONS + launches_forward
+    host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS + launches_backward
     launched_on_host = 0.0
     if efficiency.runs_on_host:
         launched_on_host = host_forward
@@ -175,6 +181,25 @@ def _time_matmuls(
     if candidate.adapter is not None:
         weights = 0.0  # frozen matrices take no gradient
     return _MatmulSeconds(forward, inputs, weights, experts_forward, experts_backward)
+
+
+def _time_expert_launches(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
+    """Return the host's seconds for operations that it launches for each expert, forward and
+    backward: a product, both of its gradients, and in few bits the quantisation of each operand.
+
+    Transformer Engine's GroupedLinear calls cuBLAS once per expert (cublaslt_gemm.cu,
+    nvte_multi_tensor_gemm) and quantises once per expert.
+    """
+    seconds = rates.efficiency.expert_launch_seconds
+    if not seconds:
+        return 0.0, 0.0
+    num_calls = sum(
+        count_matmul_calls(facts, kind, product, candidate) for product in kind.expert_matmuls
+    )
+    num_quantised = num_calls if rates.is_low_precision else 0.0
+    return seconds * (num_calls + num_quantised), seconds * (2 * num_calls + num_quantised)
 
 
 def _sum_avoided_seconds(

@@ -77,26 +77,35 @@ def count_elementwise_bytes(
     heads = tokens * (shape.query_width + shape.kv_width) / tp
     experts = shape.experts if kind.shape.sparse else None
     inner = tokens * shape.intermediate_size / tp
-    dispatched = 0.0
     if experts is not None:
         rows = candidate.count_expert_rows(experts.experts_per_token)
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
-        # Rows are gathered, weighted and added back.
-        dispatched = count_dispatched_rows(facts, candidate) * shape.hidden_size
-        if experts.expert_bias:
-            # Biases added to rows and a clamped gate are separate operations: forward they read
-            # and write about nine tensors of the inner width, backward twice as many, and two
-            # of the model's width.
-            dispatched += dispatched / 3
-            inner += rows * experts.intermediate_size / tp * 1.8
     gated = shape.is_gated or experts is not None
-    forward = (
-        width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2) + 6 * dispatched
-    )
-    backward = (
-        width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3) + 8 * dispatched
-    )
+    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2)
+    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3)
     return forward * size, backward * size
+
+
+def count_separate_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes of a sparse layer's operations that no trainer's fusion combines with others,
+    forward and backward: rows move to their experts and back."""
+    experts = facts.shape.experts
+    if experts is None or not kind.shape.sparse:
+        return 0.0, 0.0
+    # Rows are gathered, weighted and added back.
+    dispatched = count_dispatched_rows(facts, candidate) * facts.shape.hidden_size
+    forward, backward = 6 * dispatched, 8 * dispatched
+    if experts.expert_bias:
+        # Biases added to rows and a clamped gate are separate operations: forward they read and
+        # write about nine tensors of the inner width, backward twice as many, and two of the
+        # model's width.
+        rows = candidate.count_expert_rows(experts.experts_per_token)
+        inner = rows * experts.intermediate_size / candidate.layout.tp * 1.8
+        forward += 2 * dispatched + 5 * inner
+        backward += 8 / 3 * dispatched + 11 * inner
+    return forward * candidate.activation_bytes, backward * candidate.activation_bytes
 
 
 def count_adapter_bytes(

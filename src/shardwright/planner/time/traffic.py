@@ -383,8 +383,14 @@ def compute_data_traffic(
     layer_size = candidate.get_gather_bytes(layers)
     end_size = candidate.get_gather_bytes(ends)
     reduce_size = candidate.reduce_bytes
+    all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
+    if candidate.engine.has_late_sums(layout.zero_stage):
+        gather_seconds = network.time_all_gather(
+            groups["fsdp"], layers.local * layer_size + ends.local * end_size
+        )
+        sum_seconds = network.time_all_reduce(all_ranks, (layers.local + ends.local) * reduce_size)
+        return DataTraffic(gather_seconds, sum_seconds, gather_seconds, sum_seconds)
     if layout.zero_stage == 0 or layout.fsdp == 1:
-        all_ranks = StridedGroup(layout.dp_replicate * layout.fsdp, groups["fsdp"].stride)
         num_bytes = (layers.local + ends.local) * reduce_size
         total = network.time_all_reduce(all_ranks, num_bytes)
         buckets = max(1.0, num_bytes / layout.bucket_size_bytes)

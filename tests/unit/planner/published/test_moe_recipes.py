@@ -10,6 +10,7 @@ from shardwright.architecture import ModelShape
 from shardwright.hardware import find_node
 from shardwright.planner.published.moe_recipes import (
     add_prediction_layer,
+    has_all_to_all,
     list_expert_features,
     read_release,
     resolve_expert_parallel,
@@ -24,6 +25,7 @@ ROW = {
     "notes.optimizer": "",
     "notes.routing": "",
     "notes.without_prediction": "",
+    "virtual_pp": "",
 }
 
 
@@ -36,7 +38,7 @@ def make_moe_shape(**changes: bool) -> ModelShape:
 @pytest.mark.parametrize(
     ("release", "gpu", "changes", "expected"),
     [
-        ("26.06", "GB300", {}, ["fused experts"]),
+        ("26.06", "GB300", {}, ["fused experts", "overlapped experts"]),
         ("26.06", "GB300", {"notes.optimizer": "Muon"}, ["fp8 experts"]),
         ("26.06", "H100", {}, ["fp8 experts"]),
         ("26.06", "GB300", {"precision": "nvfp4"}, ["nvfp4 experts"]),
@@ -44,6 +46,9 @@ def make_moe_shape(**changes: bool) -> ModelShape:
         ("26.02", "B200", {}, ["fp8 experts", "unfused routing"]),
         ("26.02", "GB200", {}, ["fp8 experts"]),
         ("26.02.01", "B200", {}, ["fp8 experts"]),
+        ("26.04", "H100", {"virtual_pp": "4"}, ["fp8 experts", "overlapped experts"]),
+        ("26.04", "GB200", {"virtual_pp": "4"}, ["fp8 experts"]),
+        ("26.04", "H100", {"virtual_pp": "4", "model_name": "Qwen3-235B-A22B"}, ["fp8 experts"]),
         ("25.11", "H100", {"precision": "bf16"}, ["unfused routing"]),
         ("25.09", "H100", {"notes.routing": "tokendrop"}, ["fp8 experts", "token dropping"]),
         ("", "H100", {}, ["fp8 experts"]),
@@ -64,6 +69,29 @@ def test_hybrid_models_use_the_older_kernels_and_dense_ones_none() -> None:
         "biased experts"
     ]
     assert list_expert_features(row, models.read_shape("llama"), node, is_hybrid=False) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "release", "expected"),
+    [
+        ("GPT-OSS-120B", "GB200", "26.04", True),
+        ("GPT-OSS-120B", "B200", "26.04", False),
+        ("GPT-OSS-120B", "GB200", "26.06", False),
+        ("Qwen3-235B-A22B", "H100", "26.06", True),
+        ("Qwen3-235B-A22B", "GB300", "26.04", False),
+        ("Qwen3-30B-A3B", "H100", "26.02", True),
+        ("Qwen3-30B-A3B", "H100", "26.04", False),
+        ("DeepSeek-V3", "B200", "26.02", False),
+        ("Qwen3-235B-A22B", "H100", "", False),
+    ],
+)
+def test_recipes_choose_the_dispatcher_by_model_and_node(
+    model: str, gpu: str, release: str, expected: bool
+) -> None:
+    row = ROW | {"model_name": model, "notes.release": release}
+    assert has_all_to_all(row, find_node(gpu)) is expected
+    dropped = row | {"notes.routing": "tokendrop", "notes.release": "25.09"}
+    assert has_all_to_all(dropped, find_node(gpu))
 
 
 def test_patch_releases_are_ordered_after_their_release() -> None:
