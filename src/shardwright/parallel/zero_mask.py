@@ -59,5 +59,6 @@ def keep_zeros(model: ParallelModel, optimizer: torch.optim.Optimizer) -> ZeroMa
             remedy="Remove this key, or prune the model first",
         )
     model.add_gradient_hook(zero_mask.mask_gradients)
+    model.early_gathers = None  # they would begin before the zeros are restored
     optimizer.register_step_post_hook(lambda *_: zero_mask.restore_zeros())
     return zero_mask
