@@ -255,6 +255,11 @@ class EarlyGathers:
         assert handle is not None
         self._handles.append(handle)
 
+    def begin(self) -> None:
+        """Begin all gathers."""
+        for part in self.parts:
+            part.end()
+
     def discard(self) -> None:
         """Free gathered parameters, also those that no pass has used: their shards will change."""
         for handle in self._handles:

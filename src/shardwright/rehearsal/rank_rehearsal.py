@@ -156,8 +156,10 @@ def rehearse_rank(
                     )
                     offloaded_bytes = optimizer.num_bytes
             optimizer_bytes = live.live_bytes - bytes_before
-            watch.recorder = recorder
             with use_phase(live, "step"):
+                if model.early_gathers is not None:  # as the update of the step before does
+                    model.early_gathers.begin()
+                watch.recorder = recorder
                 batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
                 del batches  # they are not gradients, which are counted next
