@@ -241,9 +241,9 @@ class EarlyGathers:
         self.parts = [
             UpdatePart(
                 frozenset(
-                    names[parameter.sharded_param]
+                    names[getattr(info.module, info.param_name)]
                     for group in list_parameter_groups(module)
-                    for parameter in group.fsdp_params
+                    for info in (parameter._module_info for parameter in group.fsdp_params)
                 ),
                 partial(self._begin, module),
             )

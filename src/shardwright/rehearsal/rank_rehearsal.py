@@ -157,8 +157,9 @@ def rehearse_rank(
                     offloaded_bytes = optimizer.num_bytes
             optimizer_bytes = live.live_bytes - bytes_before
             with use_phase(live, "step"):
-                if model.early_gathers is not None:  # as the update of the step before does
-                    model.early_gathers.begin()
+                offloads = offload.optimizer != "none"
+                if model.early_gathers is not None and not offloads and not recipe.model.keep_zeros:
+                    model.early_gathers.begin()  # as the update of the step before does
                 watch.recorder = recorder
                 batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
