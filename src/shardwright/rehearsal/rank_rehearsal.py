@@ -134,8 +134,11 @@ def rehearse_rank(
             with use_phase(live, "moments"):
                 optimizer, _staging = _build_optimizer(recipe, model, live, weight_offload)
             optimizer_bytes = live.live_bytes - bytes_before
-            watch.recorder = recorder
             with use_phase(live, "step"):
+                offloads = offload.optimizer != "none"
+                if model.early_gathers is not None and not offloads and not recipe.model.keep_zeros:
+                    model.early_gathers.begin()  # as the update of the step before does
+                watch.recorder = recorder
                 batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
                 del batches  # they are not gradients, which are counted next
