@@ -48,7 +48,6 @@ from shardwright.optim.sharded_optimizer import (
 from shardwright.optim.state import get_rule
 from shardwright.units import format_bytes
 
-
 _NUM_BUFFERS = 3
 """Buffers of the recipe in a rank's staging memory of a scratch file."""
 

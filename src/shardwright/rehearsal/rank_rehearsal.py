@@ -119,8 +119,7 @@ def rehearse_rank(
             weights_bytes = live.register_tensors(
                 (parameter for _, parameter in model.named_parameters()), "weights"
             )
-            working = model.decoder.working_weights
-            if working is not None:
+            if (working := model.decoder.working_weights) is not None:
                 weights_bytes += live.register_tensors(working.copies, "working weights")
             activation_offload = build_fake_activation_offload(recipe, device)
             if activation_offload is not None:
@@ -135,9 +134,7 @@ def rehearse_rank(
                 optimizer, _staging = _build_optimizer(recipe, model, live, weight_offload)
             optimizer_bytes = live.live_bytes - bytes_before
             with use_phase(live, "step"):
-                offloads = offload.optimizer != "none"
-                if model.early_gathers is not None and not offloads and not recipe.model.keep_zeros:
-                    model.early_gathers.begin()  # as the update of the step before does
+                _begin_gathers(recipe, model)
                 watch.recorder = recorder
                 batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
@@ -155,8 +152,8 @@ def rehearse_rank(
     activation_bytes = 0 if activation_offload is None else activation_offload.peak_bytes
     parameter_bytes = 0 if weight_offload is None else weight_offload.stored_bytes
     offloaded_bytes = optimizer.num_bytes if isinstance(optimizer, OffloadedOptimizer) else 0
-    offload = recipe.moved_offload
     by_tier: Counter[str] = Counter()
+    offload = recipe.moved_offload
     by_tier[offload.optimizer] += offloaded_bytes
     by_tier[offload.activations] += activation_bytes
     by_tier[offload.parameters] += parameter_bytes
@@ -176,6 +173,13 @@ def rehearse_rank(
         collectives=tuple(recorder.collectives),
         seconds=time.perf_counter() - began,
     )
+
+
+def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:
+    """Begin the gathers of updated parameters, as the update of the step before does."""
+    updates_pieces = recipe.moved_offload.optimizer != "none" or recipe.model.keep_zeros
+    if model.early_gathers is not None and not updates_pieces:
+        model.early_gathers.begin()
 
 
 def _build_optimizer(

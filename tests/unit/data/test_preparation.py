@@ -18,9 +18,8 @@ from shardwright.data.dataset import TokenDataset, WindowDataset
 from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.preparation import prepare_data
 from shardwright.data.prepared_data import PreparedData
-from shardwright.data.sources import source_reader
+from shardwright.data.sources import source_files, source_reader
 from shardwright.data.sources.file_listing import list_files
-from shardwright.data.sources.source_reader import source_files
 from shardwright.data.tokens import tokenisation
 from shardwright.data.tokens.tokenizer_loading import load_tokenizer
 from shardwright.errors import DataError, RecipeError, TokenizerError

@@ -126,6 +126,12 @@ def get_layer_activations(
     return cached
 
 
+def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute the bytes beside saved tensors where the last layer quantises operands, forward."""
+    layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
+    return max(layer.quantising_bytes for layer in layers)
+
+
 def _compute_layer_activations(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> LayerActivations:
@@ -166,11 +172,6 @@ def _compute_layer_activations(
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
         dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
     total += attention.saved + inner - dropped
-    # A sparse layer without shared experts gathers its input, but no product saves it.
-    unsaved_gather = 0.0
-    if kind.shape.sparse and size < 4 and _is_gathered(candidate):
-        assert shape.experts is not None
-        unsaved_gather = 0.0 if shape.experts.shared_intermediate_size else matmul_input
     mode = get_layer_recompute(kind, candidate.recompute)
     tensors_of_block = build_block_tensors(facts, kind, candidate, is_repeated=mode != "none")
     gradients = engine.compute_block_gradient_bytes(
@@ -198,8 +199,9 @@ def _compute_layer_activations(
         # soon as the block has run again, and no part of `total`.
         if num_post_norms == 0:
             saved_sizes |= {"attention_out": 0.0, "down": 0.0}
-        if "gathered" in saved_sizes:
-            saved_sizes["gathered"] -= unsaved_gather
+        experts = shape.experts if kind.shape.sparse and size < 4 else None
+        if "gathered" in saved_sizes and experts and not experts.shared_intermediate_size:
+            saved_sizes["gathered"] -= matmul_input * _is_gathered(candidate)  # no product saves it
         # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import compute_logit_bytes, get_layer_activations
+from shardwright.planner.memory.activations import compute_logit_bytes, compute_quantising_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.memory.live_activations import LiveActivations, compute_live_activations
 from shardwright.planner.memory.moved_weights import count_updated_blocks
@@ -145,9 +145,7 @@ def _compute_loss_peak(
         saved -= live.head_bytes  # the last norm's input, freed before the layers' backward pass
         if gradients and not candidate.is_sharded and not facts.shape.tied_embeddings:
             remaining = 0.0  # the gradient of the head's weight is added to an existing one
-    layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
-    quantising = max(layer.quantising_bytes for layer in layers)
-    if quantising:  # at the end of the last layer's forward pass
+    if quantising := compute_quantising_bytes(facts, candidate):
         moments.append((saved, 0.0, True, quantising, at_loss))
     moments += [
         (saved - freed + added, remaining, False, 0.0, in_backward)

@@ -80,16 +80,8 @@ def compute_layer_seconds(
     efficiency = rates.efficiency
     products = _time_matmuls(facts, kind, candidate, rates)
     attention_forward, attention_backward = _time_attention_passes(facts, kind, candidate, rates)
-    moved_forward, moved_backward = count_elementwise_bytes(facts, kind, candidate)
-    moved_share = efficiency.bytes_share * (
-        efficiency.compiled_bytes_share if candidate.compile else 1.0
-    )
-    separate_forward, separate_backward = count_separate_bytes(facts, kind, candidate)
-    separate_share = max(1.0, efficiency.bytes_share)
-    moved_forward = moved_forward * moved_share + separate_forward * separate_share
-    moved_backward = moved_backward * moved_share + separate_backward * separate_share
-    stream_shape = candidate.residual_tokens, facts.shape.hidden_size
-    elementwise_forward = rates.time_elementwise(moved_forward, *stream_shape, is_backward=False)
+    moved_share = _get_moved_share(candidate, rates)
+    elementwise_forward, elementwise_backward = _time_elementwise(facts, kind, candidate, rates)
     quantised_forward, quantised_backward = (
         count_quantisation_bytes(facts, kind, candidate) if rates.is_low_precision else (0.0, 0.0)
     )
@@ -99,7 +91,7 @@ def compute_layer_seconds(
         products.input_gradients
         + products.weight_gradients
         + attention_backward
-        + rates.time_elementwise(moved_backward, *stream_shape, is_backward=True)
+        + elementwise_backward
     )
     backward += rates.time_copy(quantised_backward)
     if kind.shape.sparse and efficiency.routing_seconds:
@@ -149,6 +141,32 @@ def compute_layer_seconds(
         products.experts_backward,
         host_forward,
         host_backward,
+    )
+
+
+def _get_moved_share(candidate: Candidate, rates: DeviceRates) -> float:
+    """Return the share of the bytes of separate elementwise operations that remains if fused."""
+    compiled_share = rates.efficiency.compiled_bytes_share if candidate.compile else 1.0
+    return rates.efficiency.bytes_share * compiled_share
+
+
+def _time_elementwise(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
+    """Return the seconds of a layer's elementwise operations, forward and backward."""
+    fused_share = _get_moved_share(candidate, rates)
+    forward, backward = (
+        fused * fused_share + separate * max(1.0, rates.efficiency.bytes_share)
+        for fused, separate in zip(
+            count_elementwise_bytes(facts, kind, candidate),
+            count_separate_bytes(facts, kind, candidate),
+            strict=True,
+        )
+    )
+    shape = candidate.residual_tokens, facts.shape.hidden_size
+    return (
+        rates.time_elementwise(forward, *shape, is_backward=False),
+        rates.time_elementwise(backward, *shape, is_backward=True),
     )
 
 
