@@ -14,7 +14,8 @@ status, and they see its death.
 
 A real interpreter starts where a fork is impossible: for environment variables that are read on
 import (`READ_ON_IMPORT`) with other values than the server's, options of the interpreter, inherited
-file descriptors, or a system other than Linux.
+file descriptors, or a system other than Linux. `serve_environment` adds a server that has other
+values.
 
 Forks do not test whether the imports of a program suffice, or effects of the seed of Python's
 hashes, which all forks share. Tests of these use `subprocess`.
@@ -38,8 +39,8 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -114,12 +115,14 @@ class Request:
 class _Server:
     """Client of a process that forks itself: the socket for requests."""
 
-    def __init__(self, requests: socket.socket, is_parent: bool) -> None:
+    def __init__(
+        self, requests: socket.socket, environment: Mapping[str, str], *, is_parent: bool
+    ) -> None:
         self.requests = requests
         self.pid = os.getpid()
         self.is_parent = is_parent
         """True if forked programs become children of this process."""
-        self.environment = select_read_on_import(os.environ | QUIET)
+        self.environment = select_read_on_import(environment) | QUIET
 
     def fork(self, request: Request, streams: Sequence[int]) -> socket.socket:
         """Fork a program with these standard streams; return the socket that sends its process id
@@ -133,6 +136,8 @@ class _Server:
 
 _servers: list[_Server] = []
 """Server of this process, once it is started."""
+_added_servers: list[_Server] = []
+"""Servers with other environments."""
 
 
 def select_read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -140,30 +145,53 @@ def select_read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
 
 
-def _find_server() -> _Server:
+def _find_server(environment: Mapping[str, str]) -> _Server | None:
+    """Return the server with these variables, if there is one; start that of this process."""
+    wanted = QUIET | select_read_on_import(environment)
+    for server in _added_servers:
+        if server.pid == os.getpid() and server.environment == wanted:
+            return server
     if not _servers or _servers[0].pid != os.getpid():
-        near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with far_end:
-            words = [sys.executable, "-m", "tests.forked", str(far_end.fileno())]
-            environment = os.environ | QUIET | _PADDING
-            process = subprocess.Popen(
-                words,
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[far_end.fileno()],
-            )
-        near_end.settimeout(_SERVER_SECONDS)
-        assert near_end.recv(1) == b"!", "the server ended before its first request"
-        near_end.settimeout(None)
-        atexit.register(_end_server, os.getpid(), near_end, process)
-        _servers[:] = [_Server(near_end, is_parent=False)]
-    return _servers[0]
+        server, process = _start_server(os.environ)
+        atexit.register(_end_server, server, process)
+        _servers[:] = [server]
+    return _servers[0] if _servers[0].environment == wanted else None
 
 
-def _end_server(pid: int, requests: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    if os.getpid() == pid:  # not in a fork
-        requests.close()
+@contextmanager
+def serve_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """Fork programs with this environment too."""
+    if sys.platform != "linux":
+        yield
+        return
+    server, process = _start_server(environment)
+    _added_servers.append(server)
+    try:
+        yield
+    finally:
+        _added_servers.remove(server)
+        _end_server(server, process)
+
+
+def _start_server(environment: Mapping[str, str]) -> tuple[_Server, subprocess.Popen[bytes]]:
+    near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with far_end:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked", str(far_end.fileno())],
+            cwd=ROOT,
+            env={**environment, **QUIET, **_PADDING},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[far_end.fileno()],
+        )
+    near_end.settimeout(_SERVER_SECONDS)
+    assert near_end.recv(1) == b"!", "the server ended before its first request"
+    near_end.settimeout(None)
+    return _Server(near_end, environment, is_parent=False), process
+
+
+def _end_server(server: _Server, process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() == server.pid:  # not in a fork
+        server.requests.close()
         process.wait()
 
 
@@ -205,11 +233,10 @@ class Popen(subprocess.Popen[Any]):
             and umask < 0
             and process_group < 0
         )
-        server = (
-            _find_server() if sys.platform == "linux" and is_plain and is_program(words) else None
-        )
         environment = dict(os.environ if env is None else env)
-        if server is None or server.environment != QUIET | select_read_on_import(environment):
+        is_forked = sys.platform == "linux" and is_plain and is_program(words)
+        server = _find_server(environment) if is_forked else None
+        if server is None:
             arguments = (
                 args,
                 executable,
@@ -353,7 +380,7 @@ def _prepare_ranks() -> None:
         near_end.close()
         _execute(_serve_ranks(far_end, launcher))
     far_end.close()
-    _servers[:] = [_Server(near_end, is_parent=True)]
+    _servers[:] = [_Server(near_end, os.environ, is_parent=True)]
 
 
 def _serve_ranks(requests: socket.socket, launcher: int) -> Request:
@@ -372,6 +399,8 @@ def _serve_ranks(requests: socket.socket, launcher: int) -> Request:
             libc = ctypes.CDLL(None)
             assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
             _apply_request(request, streams)
+            if "WORLD_SIZE" not in request.environment:  # a program's command, not a rank
+                _prepare_ranks()
             return request
         _close_all(streams)
         os.waitpid(intermediate, 0)

@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-LIMIT_BYTES = 650 * 2**20
+LIMIT_BYTES = 390 * 2**20
 """Memory that the rank may use beyond what it has when it starts."""
 
 

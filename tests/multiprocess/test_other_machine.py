@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from shardwright.telemetry.event_log import (
     read_events,
     select_surviving,
 )
+from tests import forked
 from tests.unit.numerics.test_bf16 import OTHER_MACHINE
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +29,27 @@ SMALL = (
     "tokenizer.vocab_size=300",
     "training.sequence_length=32",
 )
+# The last two are set by the demo, and commands are forked if they have the variables of the fork.
+ENVIRONMENT = {
+    **OTHER_MACHINE,
+    "PYTHONWARNINGS": "ignore",
+    "PYTHON_STDLIB": sysconfig.get_path("stdlib"),
+}
+FORKING = """
+import sys
+from types import SimpleNamespace
+from recipes import demo
+from tests import forked
+assert sys.platform != "linux" or "torch" in sys.modules, "the demo is not forked"
+def leave_out(start):
+    return lambda words, preexec_fn, **options: start(words, **options)
+demo.subprocess = SimpleNamespace(run=leave_out(forked.run), Popen=leave_out(forked.Popen))
+sys.exit(demo.main())
+"""
+"""The demo, whose commands are forked: nothing can run between a fork and its program."""
 
 
-@pytest.mark.timeout(900)  # seven launches of ten seconds each on an idle machine
+@pytest.mark.timeout(900)
 def test_the_demo_reports_its_shortening_and_completes(tmp_path: Path) -> None:
     source = tmp_path / "source"
     run = tmp_path / "run"
@@ -39,10 +58,12 @@ def test_the_demo_reports_its_shortening_and_completes(tmp_path: Path) -> None:
         (source / path.name).write_text(path.read_text())
     settings = [*SMALL, f"data.sources.path={source}", f"data.cache_dir={tmp_path / 'cache'}"]
     words = [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.demo", "--run-dir", str(run), "--seconds", "1", *words],
-        env=os.environ | OTHER_MACHINE, cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = os.environ | ENVIRONMENT
+    with forked.serve_environment(environment):
+        done = forked.run(
+            [sys.executable, "-c", FORKING, "--run-dir", str(run), "--seconds", "1", *words],
+            env=environment, cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         rf"=== shortened from 800 to {MIN_STEPS} steps, because a step takes [\d.]+ s here",

@@ -142,8 +142,8 @@ def write_recipe(folder: Path, **changes: Any) -> None:
         "model": {
             "config": {
                 "model_type": "llama",
-                "hidden_size": 32,
-                "intermediate_size": 32768,
+                "hidden_size": 8,
+                "intermediate_size": 16384,
                 "num_hidden_layers": 1,
                 "num_attention_heads": 2,
                 "num_key_value_heads": 2,

@@ -13,7 +13,7 @@ from shardwright.verification.rank_pool import RankPool
 @pytest.fixture(scope="session")
 def device_ranks() -> Iterator[RankPool]:
     """Return a pool whose ranks have the device; their collectives run on gloo."""
-    forkserver.set_forkserver_preload(["tests.hostcuda.activate", "tests.hostcuda.ranks"])
+    forkserver.set_forkserver_preload(["tests.hostcuda.activate", "tests.hostcuda.whole_runs"])
     forkserver.ensure_running()  # before the pool sets its own imports
     with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
         yield pool

@@ -244,9 +244,12 @@ def find_family_layout(family: str, axes: str) -> Layout:
 
 OPTIMIZERS_OF_AXES: dict[str, set[OptimizerName]] = {
     "fsdp-tp-cp-pp": {"adafactor", "muon", "sgd"},
-    "ddp": {"adamw_8bit"},  # half of the time of a step
+    "ddp": {"adamw_8bit"},
 }
 """Optimizers beside AdamW, the recipe's, in `make test`: each with every family."""
+QUANTISED = ("llama", "gpt2", "gpt_oss", "deepseek_v3")
+"""Families that 8-bit AdamW updates in `make test`, which takes half of the time of a step: with
+matrices, vectors, biases, and weights of several experts in one tensor."""
 
 
 def test_every_optimizer_updates_every_family() -> None:
@@ -259,10 +262,13 @@ def test_every_family_takes_a_step(
     family: str, axes: str, checked_operators: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = find_family_layout(family, axes)
-    updates = update_with(OPTIMIZERS_OF_AXES[axes], monkeypatch)
+    optimizers = OPTIMIZERS_OF_AXES[axes]
+    if family not in QUANTISED:
+        optimizers = optimizers - {"adamw_8bit"}
+    updates = update_with(optimizers, monkeypatch)
     report = rehearse(family, layout, num_micro_batches=layout.pp)
     assert report.peak_bytes > report.weights_bytes > 0
-    assert set(updates) >= OPTIMIZERS_OF_AXES[axes] - {"adamw_8bit"}
+    assert set(updates) >= optimizers - {"adamw_8bit"}
     kernels = list_attention(checked_operators)
     if family in EXPLICIT[axes]:
         assert kernels == set()

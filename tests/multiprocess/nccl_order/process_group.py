@@ -280,7 +280,7 @@ class OrderedProcessGroup(dist.ProcessGroup):
             "reduce_scatter_single",
             [source],
             [output],
-            lambda sent, kept: self._local.reduce_scatter_single(kept[0], sent[0], opts),
+            lambda sent, part: self._local.reduce_scatter_single(part[0], sent[0], opts),
         )
 
     def all_to_all_single(
