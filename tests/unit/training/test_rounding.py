@@ -127,7 +127,7 @@ def test_rows_have_whole_blocks_or_are_full(
     [
         pytest.param(
             name,
-            marks=() if name in ("rowwise_with_gw_hp", "mxfp8", "nvfp4") else pytest.mark.long,
+            marks=() if name in ("rowwise_with_gw_hp", "nvfp4") else pytest.mark.long,
         )
         for name in get_args(LowPrecisionRecipe)
     ],
