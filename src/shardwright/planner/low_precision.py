@@ -88,7 +88,7 @@ class ScaledShares:
     has_4bit_operands: bool = False
     """Operands have 4 bits (`nvfp4`), not 8."""
     spanning: Literal["nothing", "rows", "tensors"] = "nothing"
-    """What a scale covers if tensor-parallel ranks may share it: a row or column, or a tensor."""
+    """Extent of a scale that tensor-parallel ranks may share: a row or column, or a tensor."""
     gathered: float = 0.0
     """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
     blocks."""

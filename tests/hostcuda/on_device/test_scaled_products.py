@@ -24,7 +24,7 @@ from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.recompute import build_recompute_runner
 from shardwright.parallel import apply_layout
-from shardwright.planner.low_precision import ScaledShares, count_temporary_bytes
+from shardwright.planner.low_precision import ScaledShares
 from shardwright.plans import BatchPlan, build_plan
 from tests.hostcuda import device
 from tests.multiprocess.scaled_operands import SPARSE, WIDE
@@ -250,5 +250,5 @@ def test_a_quantisation_needs_the_memory_that_the_planner_counts(name: str) -> N
         matrix = quantise(x, PRODUCT_SCALINGS[name].output[0])
         peak = torch.cuda.max_memory_allocated() - before
         scales = sum(4 * each.numel() for each in list_scales(matrix))
-        counted = count_temporary_bytes("up", tokens, 0, width, shares)
+        counted = shares.temporary_bytes * tokens * width
         assert counted <= peak <= counted + 4 * scales

@@ -14,19 +14,20 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.problem import build_template
-from shardwright.planner.time.traffic import list_maxima_exchanges
+from shardwright.planner.time.maxima_exchanges import list_maxima_exchanges
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
 
 TENSOR = Layout(tp=2)
 NVFP4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
 CASES: list[tuple[str, object, RecomputeKind]] = [
-    ("qwen3_moe", {"kind": "fp8"}, "full"),
+    ("llama", {"kind": "fp8"}, "full"),
 ]
 LONG_CASES: list[tuple[str, object, RecomputeKind]] = [
     ("llama", {"kind": "fp8", "fp8": {"recipe": "tensorwise"}}, "full"),
     ("llama", {"kind": "fp8", "fp8": {"recipe": "rowwise"}}, "selective"),
     ("llama", NVFP4, "none"),
+    ("qwen3_moe", {"kind": "fp8"}, "full"),
     ("qwen3_moe", NVFP4, "full"),
     ("llama", {"kind": "fp8", "fp8": {"recipe": "mxfp8"}}, "none"),
 ]

@@ -73,11 +73,11 @@ class ProductTemporaries(NamedTuple):
     """Bytes in which a product's operands are quantised in separate operations; 0 for others."""
 
     output: float = 0.0
-    """In the forward pass."""
+    """Bytes in the forward pass."""
     input_gradient: float = 0.0
-    """Before the gradient of the input is allocated."""
+    """Bytes before the gradient of the input is allocated."""
     beside_gradient: float = 0.0
-    """Beside the gradient of the input: codes, and operands of the weight's gradient."""
+    """Bytes beside the gradient of the input: codes, and operands of the weight's gradient."""
 
 
 class BlockTemporaries(NamedTuple):

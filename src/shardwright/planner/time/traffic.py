@@ -43,7 +43,7 @@ from shardwright.planner.model_costs import (
 )
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import LayerSeconds
-from shardwright.planner.time.memory_traffic import list_matmuls
+from shardwright.planner.time.maxima_exchanges import compute_maxima_seconds
 
 
 class LayerTraffic(NamedTuple):
@@ -105,12 +105,9 @@ def compute_layer_traffic(
         tensor_repeated = _sum_repeated_seconds(
             kind, recompute, compute_collective_seconds(facts, candidate, network, groups)
         )
-    maxima_forward, maxima_backward = (
-        sum(share * network.time_all_reduce(groups["tp"], size) for share, size in exchanges)
-        for exchanges in list_maxima_exchanges(facts, kind, candidate)
-    )
-    tensor_forward += maxima_forward
-    tensor_backward += maxima_backward
+    maxima = compute_maxima_seconds(facts, kind, candidate, network, groups["tp"])
+    tensor_forward += maxima[0]
+    tensor_backward += maxima[1]
     expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
     context_forward, context_backward, can_overlap = _compute_context_seconds(
         facts, candidate, network, groups["cp"]
@@ -197,44 +194,6 @@ def compute_collective_seconds(
     if facts.shape.is_block_end_read:
         seconds["down"] = reduction
     return seconds
-
-
-def list_maxima_exchanges(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """List the exchanges of maxima of a layer and micro-batch, forward and backward.
-
-    Recomputation repeats none. Maxima of weights are one exchange of a stage per step, of which a
-    layer and a micro-batch have their share; two scales per weight are counted.
-
-    Returns:
-        For each exchange, the share of it, and its bytes.
-    """
-    shares = candidate.scaled_shares
-    forward: list[tuple[float, float]] = []
-    backward: list[tuple[float, float]] = []
-    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.layout.tp == 1:
-        return forward, backward
-    if shares.spanning == "nothing":
-        return forward, backward
-    for product, rows in list_matmuls(facts, kind, candidate):
-        share = shares.get_share(product.role)
-        is_expert = product.sharding.startswith("expert")
-        if is_expert and facts.shape.experts is not None:
-            rows *= facts.shape.experts.num_experts / candidate.layout.ep
-        size = 4.0 * (rows if shares.spanning == "rows" else 1.0)
-        if product.sharding in ("columns", "expert_columns"):
-            backward.append((share, size))
-        elif product.sharding in ("rows", "expert_rows"):
-            forward.append((share, size))
-        else:
-            continue
-        if shares.spanning == "tensors" and candidate.adapter is None:
-            backward.append((shares.get_weight_gradient_share(product.role), size))
-    num_layers = facts.shape.num_layers / candidate.layout.pp
-    num_passes = num_layers * candidate.gradient_accumulation_steps
-    forward.append((1.0 / num_passes, 8.0 * (len(forward) + len(backward)) * num_layers))
-    return forward, backward
 
 
 def _sum_repeated_seconds(

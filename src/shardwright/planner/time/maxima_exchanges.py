@@ -1,0 +1,61 @@
+"""Exchanges in which tensor-parallel ranks agree on the maxima that scales follow from."""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import LayerKind, ModelFacts
+from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.memory_traffic import list_matmuls
+
+
+def compute_maxima_seconds(
+    facts: ModelFacts,
+    kind: LayerKind,
+    candidate: Candidate,
+    network: NetworkModel,
+    group: StridedGroup,
+) -> tuple[float, float]:
+    """Compute the seconds of a layer's exchanges, forward and backward."""
+    forward, backward = (
+        sum(share * network.time_all_reduce(group, size) for share, size in exchanges)
+        for exchanges in list_maxima_exchanges(facts, kind, candidate)
+    )
+    return forward, backward
+
+
+def list_maxima_exchanges(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """List the exchanges of maxima of a layer and micro-batch, forward and backward.
+
+    Recomputation repeats none. Maxima of weights are one exchange of a stage per step, of which a
+    layer and a micro-batch have their share; two scales per weight are counted.
+
+    Returns:
+        For each exchange, the share of it, and its bytes.
+    """
+    shares = candidate.scaled_shares
+    forward: list[tuple[float, float]] = []
+    backward: list[tuple[float, float]] = []
+    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.layout.tp == 1:
+        return forward, backward
+    if shares.spanning == "nothing":
+        return forward, backward
+    for product, rows in list_matmuls(facts, kind, candidate):
+        share = shares.get_share(product.role)
+        is_expert = product.sharding.startswith("expert")
+        if is_expert and facts.shape.experts is not None:
+            rows *= facts.shape.experts.num_experts / candidate.layout.ep
+        size = 4.0 * (rows if shares.spanning == "rows" else 1.0)
+        if product.sharding in ("columns", "expert_columns"):
+            backward.append((share, size))
+        elif product.sharding in ("rows", "expert_rows"):
+            forward.append((share, size))
+        else:
+            continue
+        if shares.spanning == "tensors" and candidate.adapter is None:
+            backward.append((shares.get_weight_gradient_share(product.role), size))
+    num_layers = facts.shape.num_layers / candidate.layout.pp
+    num_passes = num_layers * candidate.gradient_accumulation_steps
+    forward.append((1.0 / num_passes, 8.0 * (len(forward) + len(backward)) * num_layers))
+    return forward, backward
