@@ -191,7 +191,7 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
 
 
 def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:
-    """What it cannot take is the only part that the next update waits for."""
+    """The next update waits only for the rest."""
     run = Run("adamw", tmp_path, tier="disk")
     run.step(0)
     assert isinstance(run.optimizer, OffloadedOptimizer)
