@@ -48,9 +48,6 @@ from shardwright.optim.sharded_optimizer import (
 from shardwright.optim.state import get_rule
 from shardwright.units import format_bytes
 
-_NUM_BUFFERS = 3
-"""Buffers of the recipe in a rank's staging memory of a scratch file."""
-
 
 class OffloadableModel(ShardedModel, Protocol):
     """Sharded parameters whose gradients are reported; `parallel.ParallelModel` is one."""
@@ -329,15 +326,6 @@ class OffloadedOptimizer(ShardedOptimizer):
         self._store.close()
 
 
-def compute_staging_bytes(section: OffloadSection, partition: StatePartition) -> int:
-    """Compute the bytes of host memory through which a rank's state on disk passes.
-
-    At least three buckets, unless the state is smaller: one is read, one updated, one written.
-    """
-    largest_bytes = max(section.buffer_bytes, partition.max_bucket_bytes)
-    return min(_NUM_BUFFERS * largest_bytes, partition.num_bytes)
-
-
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
     section: OffloadSection,
@@ -367,7 +355,7 @@ def offload_optimizer(
         return DiskStore(
             default_folder if section.dir is None else Path(section.dir),
             partition.segment_bytes,
-            compute_staging_bytes(section, partition),
+            partition.compute_staging_bytes(section.buffer_bytes),
             is_pinned=is_pinned,
         )
 

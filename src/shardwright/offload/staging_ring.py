@@ -32,7 +32,7 @@ class StagingRing:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._taken: list[StagedBucket] = []
+        self._staged: list[StagedBucket] = []
         """In the order in which they were taken."""
         self._changed = Condition()
         self._is_closed = False
@@ -50,13 +50,13 @@ class StagingRing:
             if start is None or self._is_closed:
                 raise OffloadFailed("the store was closed")
             bucket = StagedBucket(start, self._memory[start : start + num_bytes])
-            self._taken.append(bucket)
+            self._staged.append(bucket)
             return bucket
 
     def give_back(self, bucket: StagedBucket) -> None:
         """Free the memory of a bucket."""
         with self._changed:
-            self._taken.remove(bucket)
+            self._staged.remove(bucket)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -66,9 +66,10 @@ class StagingRing:
             self._changed.notify_all()
 
     def _find(self, num_bytes: int) -> int | None:
-        if not self._taken:
+        if not self._staged:
             return 0
-        oldest, newest = self._taken[0], self._taken[-1]
+        oldest = self._staged[0]
+        newest = self._staged[-1]
         if newest.start < oldest.start:
             return newest.end if newest.end + num_bytes <= oldest.start else None
         if newest.end + num_bytes <= self._memory.numel():

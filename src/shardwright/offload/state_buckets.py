@@ -121,6 +121,13 @@ class StatePartition:
         """Bytes of a staging buffer for any bucket."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
+    def compute_staging_bytes(self, buffer_bytes: int) -> int:
+        """Compute the bytes of host memory through which state on disk passes: three buffers.
+
+        Or three buckets, if one is larger: one is read, one updated, one written.
+        """
+        return min(3 * max(buffer_bytes, self.max_bucket_bytes), self.num_bytes)
+
 
 def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int) -> StatePartition:
     """Divide the state of a rank's parameters into buckets of about `buffer_bytes`.

@@ -23,7 +23,6 @@ from shardwright.offload import (
 )
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.device_buffers import NUM_BUFFERS
-from shardwright.offload.offloaded_optimizer import compute_staging_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
 from shardwright.offload.weight_store import WeightRange
@@ -176,7 +175,7 @@ def build_fake_offloaded_optimizer(
     def create_store(partition: StatePartition) -> Store:
         nonlocal staging_bytes
         if is_on_cpu:
-            staging_bytes = compute_staging_bytes(section, partition)
+            staging_bytes = partition.compute_staging_bytes(section.buffer_bytes)
         elif not is_updated_on_host:
             staging_bytes = min(NUM_BUFFERS * partition.max_bucket_bytes, partition.num_bytes)
         with live.exclude_new_tensors():

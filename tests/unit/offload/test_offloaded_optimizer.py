@@ -14,7 +14,6 @@ from shardwright.config.offload import OffloadSection
 from shardwright.config.training import OptimizerSection
 from shardwright.offload import OffloadedOptimizer
 from shardwright.offload.disk_store import DiskStore
-from shardwright.offload.offloaded_optimizer import compute_staging_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store
 from shardwright.optim import (
@@ -192,7 +191,7 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
 
 
 def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:
-    """What it cannot take is the only part that the next update waits for."""
+    """The next update waits only for the rest."""
     run = Run("adamw", tmp_path, tier="disk")
     run.step(0)
     assert isinstance(run.optimizer, OffloadedOptimizer)
@@ -207,7 +206,7 @@ def test_buckets_on_disk_are_smaller_than_buffers_in_the_same_memory(tmp_path: P
     run = Run("adamw", tmp_path, tier="host")
     section = OffloadSection(optimizer="disk", buffer_bytes=4 * BUFFER_BYTES)
     assert section.bucket_bytes == BUFFER_BYTES
-    assert compute_staging_bytes(section, run.partition) == run.partition.num_bytes
-    section = section.model_copy(update={"buffer_bytes": BUFFER_BYTES})
-    assert compute_staging_bytes(section, run.partition) == 3 * BUFFER_BYTES
+    partition = run.partition
+    assert partition.compute_staging_bytes(4 * BUFFER_BYTES) == partition.num_bytes
+    assert partition.compute_staging_bytes(BUFFER_BYTES) == 3 * BUFFER_BYTES
     run.close()

@@ -12,22 +12,22 @@ from shardwright.errors import OffloadFailed
 from shardwright.offload.staging_ring import StagedBucket, StagingRing
 
 
-def test_taken_buckets_never_overlap_and_all_memory_is_used() -> None:
+def test_buckets_never_overlap_and_all_memory_is_used() -> None:
     ring = StagingRing(torch.empty(1000, dtype=torch.uint8))
     choices = random.Random(0)
-    taken: list[StagedBucket] = []
+    staged: list[StagedBucket] = []
     most_bytes = 0
     for _ in range(500):
         num_bytes = choices.randint(1, 300)
         while ring._find(num_bytes) is None:
             # A release may free a later bucket before an earlier one.
-            ring.give_back(taken.pop(choices.randrange(min(2, len(taken)))))
+            ring.give_back(staged.pop(choices.randrange(min(2, len(staged)))))
         bucket = ring.take(num_bytes)
         assert bucket.memory.numel() == num_bytes
         assert bucket.end <= 1000
-        assert all(bucket.end <= other.start or other.end <= bucket.start for other in taken)
-        taken.append(bucket)
-        most_bytes = max(most_bytes, sum(other.memory.numel() for other in taken))
+        assert all(bucket.end <= other.start or other.end <= bucket.start for other in staged)
+        staged.append(bucket)
+        most_bytes = max(most_bytes, sum(other.memory.numel() for other in staged))
     assert most_bytes > 900
 
 
