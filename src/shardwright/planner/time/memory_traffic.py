@@ -96,7 +96,8 @@ def count_separate_bytes(
         return 0.0, 0.0
     # Rows are gathered, weighted and added back.
     dispatched = count_dispatched_rows(facts, candidate) * facts.shape.hidden_size
-    forward, backward = 6 * dispatched, 8 * dispatched
+    forward = 6 * dispatched
+    backward = 8 * dispatched
     if experts.expert_bias:
         # Biases added to rows and a clamped gate are separate operations: forward they read and
         # write about nine tensors of the inner width, backward twice as many, and two of the

@@ -57,3 +57,20 @@ def test_kernels_of_sinks_and_experts_are_those_of_megatron() -> None:
     assert not {"attention_sinks", "biased experts"} & set(features)
     megatron = read_automodel_run(model_name="GPT-OSS 20B", source="Megatron-Bridge")
     assert {"attention_sinks", "biased experts"} <= set(megatron.features)
+
+
+def test_recipes_with_an_all_to_all_send_a_row_to_each_expert() -> None:
+    by_gpu = {
+        gpu: read_automodel_run(
+            model_name="Qwen3-235B-A22B",
+            gpu=gpu,
+            ep="32",
+            source="Megatron-Bridge",
+            notes="26.04 NeMo Container",
+        )
+        for gpu in ("H100-80GB-SXM", "GB300")
+    }
+    assert {gpu: run.conventions.has_node_dispatch for gpu, run in by_gpu.items()} == {
+        "H100-80GB-SXM": False,
+        "GB300": True,
+    }
