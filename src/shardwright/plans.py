@@ -15,7 +15,7 @@ from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.recipe import Recipe, RecomputeKind, RecomputeMode
 from shardwright.config.training import PrecisionSection, TrainingSection, should_cast_once
 from shardwright.errors import DataError, LayoutError, RecipeError
-from shardwright.layout.degrees import Layout, resolve_layout
+from shardwright.layout.degrees import ExpertDispatch, Layout, resolve_layout
 from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.placement import (
     Placement,
@@ -100,6 +100,8 @@ class Plan:
     """Functions that norms, gates and rotations call."""
     async_tensor_parallel_reason: str | None = None
     """Reason of `layout.async_tensor_parallel: auto`; None if the recipe names the overlap."""
+    expert_dispatch_reason: str | None = None
+    """Reason of `layout.expert_dispatch: auto`; None if the recipe names the order."""
 
     @property
     def shape(self) -> ModelShape:
@@ -126,12 +128,23 @@ class Plan:
             )
         )
 
+    def set_expert_dispatch(self, order: ExpertDispatch, reason: str) -> Plan:
+        """Return the plan with the order that `layout.expert_dispatch: auto` stands for."""
+        layout = replace(self.layout, expert_dispatch=order)
+        placement = replace(self.placement, layout=layout)
+        return replace(self, placement=placement, expert_dispatch_reason=reason)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
         stages = self.placement.stages
         context = self.placement.context
         choice = self.recompute_choice
-        fields = ("precision_reason", "compile_reason", "async_tensor_parallel_reason")
+        fields = (
+            "precision_reason",
+            "compile_reason",
+            "async_tensor_parallel_reason",
+            "expert_dispatch_reason",
+        )
         reasons = {name: getattr(self, name) for name in fields}
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},

@@ -181,7 +181,7 @@ class UpdateByPiece:
     """Order of the update; parameters of no part come last."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter. Collective if `has_collectives`: every rank calls it."""
         assert closure is None, "gradients are accumulated before the step"
         optimizer: Any = self
