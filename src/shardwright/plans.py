@@ -8,14 +8,14 @@ the functions that build it, and by no other. No torch.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.recipe import Recipe, RecomputeKind, RecomputeMode
 from shardwright.config.training import PrecisionSection, TrainingSection, should_cast_once
 from shardwright.errors import DataError, LayoutError, RecipeError
-from shardwright.layout.degrees import ExpertDispatch, Layout, resolve_layout
+from shardwright.layout.degrees import Layout, resolve_layout
 from shardwright.layout.saved_results import RecomputeChoice
 from shardwright.placement import (
     Placement,
@@ -128,24 +128,12 @@ class Plan:
             )
         )
 
-    def set_expert_dispatch(self, order: ExpertDispatch, reason: str) -> Plan:
-        """Return the plan with the order that `layout.expert_dispatch: auto` stands for."""
-        layout = replace(self.layout, expert_dispatch=order)
-        placement = replace(self.placement, layout=layout)
-        return replace(self, placement=placement, expert_dispatch_reason=reason)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values for the run folder."""
         stages = self.placement.stages
         context = self.placement.context
         choice = self.recompute_choice
-        fields = (
-            "precision_reason",
-            "compile_reason",
-            "async_tensor_parallel_reason",
-            "expert_dispatch_reason",
-        )
-        reasons = {name: getattr(self, name) for name in fields}
+        reasons = {f.name: getattr(self, f.name) for f in fields(self) if "_reason" in f.name}
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
             **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),

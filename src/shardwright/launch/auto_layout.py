@@ -23,6 +23,7 @@ from shardwright.planner.auto_layout import (
     build_cluster,
     choose_layout,
     resolve_expert_dispatch,
+    set_expert_dispatch,
 )
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.problem import choose_precision_on
@@ -202,8 +203,8 @@ def resolve_expert_dispatch_here(recipe: Recipe, plan: Plan) -> Plan:
     section = recipe.cluster
     if section is None:
         if recipe.run.device == "cpu" or not torch.cuda.is_available():
-            return plan.set_expert_dispatch(
-                "whole", "the recipe names no cluster and this machine has no GPU to predict"
+            return set_expert_dispatch(
+                plan, "whole", "the recipe names no cluster and this machine has no GPU to predict"
             )
         section = detect_cluster(recipe, plan.layout.world_size, "layout.expert_dispatch")
     settled = recipe.model_copy(update={"precision": plan.precision})

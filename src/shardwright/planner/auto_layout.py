@@ -129,7 +129,13 @@ def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Pla
     predictor = Predictor(get_model_facts(plan.shape.base_shape), cluster, efficiency)
     candidate = replace(build_plan_candidate(recipe, plan), compile=plan.is_compiled)
     chosen, reason = choose_expert_dispatch(predictor, candidate)
-    return plan.set_expert_dispatch(chosen.layout.expert_dispatch, reason)
+    return set_expert_dispatch(plan, chosen.layout.expert_dispatch, reason)
+
+
+def set_expert_dispatch(plan: Plan, order: ExpertDispatch, reason: str) -> Plan:
+    """Return the plan with the order that `layout.expert_dispatch: auto` stands for."""
+    placement = replace(plan.placement, layout=replace(plan.layout, expert_dispatch=order))
+    return replace(plan, placement=placement, expert_dispatch_reason=reason)
 
 
 def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:
