@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.optim.sharded_optimizer import ElementwiseUpdate, Moment, ShardedOptimizer
+from shardwright.optim.sharded_optimizer import (
+    ElementwiseUpdate,
+    Moment,
+    ShardedOptimizer,
+    UpdateByPiece,
+)
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
@@ -26,7 +31,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer)
+            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer), type(optimizer)
             optimizer.initialise_state(parameter, group)
 
 
@@ -170,7 +175,7 @@ def _list_moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _has_step_count(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.AdamW | ShardedOptimizer)
+    return isinstance(optimizer, UpdateByPiece) and optimizer.has_step_count
 
 
 def _to_json_value(value: Any) -> Any:

@@ -9,6 +9,7 @@ from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
 from shardwright.layout.saved_results import RecomputeChoice
+from shardwright.planner.auto_layout import choose_expert_dispatch
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
@@ -181,6 +182,8 @@ def plan_recipe(
     chosen = result.chosen
     choice_of_results = None
     if not recipe.layout.auto and conflict is None and candidate is not None:
+        if candidate.layout.expert_dispatch == "auto":
+            candidate, _ = choose_expert_dispatch(predictor, candidate)
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
     elif recipe.layout.auto and chosen is not None:
         _, choice_of_results, conflict = _choose_results(recipe, predictor, chosen.candidate)
