@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-_MODULES = {"tune": "shardwright.tuning.public"}
+_MODULES = {"Recipe": "shardwright.config", "tune": "shardwright.tuning.public"}
 """Modules of the names that are not in `shardwright.api`."""
 
 

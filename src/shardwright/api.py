@@ -303,13 +303,11 @@ def generate(
         parse_dtype,
     )
 
-    sampling = SamplingSettings(temperature, top_k, top_p, seed)
     torch_device = parse_device(device)
     default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
-    torch_dtype = parse_dtype(dtype, default_dtype)
     model = open_model_source(source, checkpoint)
     tokenizer = model.load_tokenizer()
-    decoder = load_decoder(model, device=torch_device, dtype=torch_dtype)
+    decoder = load_decoder(model, device=torch_device, dtype=parse_dtype(dtype, default_dtype))
     on_load(model)
     encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is shown
     if on_text is not None:
@@ -318,7 +316,7 @@ def generate(
         decoder,
         tokenizer,
         prompt,
-        sampling,
+        SamplingSettings(temperature, top_k, top_p, seed),
         max_new_tokens=max_new_tokens,
         stop_ids=model.stop_ids(tokenizer) if should_stop_at_eos else (),
         should_slide=should_slide,
@@ -378,16 +376,14 @@ def export(
             overwrite=should_overwrite,
             check=should_check,
         )
-    unmerged = model
-    if should_merge:
-        model = merge_adapters(model)
-    quantisation = select_quantisation(model, quantise, quantise_exclude)
+    exported = merge_adapters(model) if should_merge else model
+    quantisation = select_quantisation(exported, quantise, quantise_exclude)
     if should_merge and should_check:
-        check_merged_logits(unmerged, model)
+        check_merged_logits(model, exported)
     return export_hf_folder(
-        model,
+        exported,
         Path(folder),
-        dtype=parse_dtype(dtype, model.dtype),
+        dtype=parse_dtype(dtype, exported.dtype),
         quantisation=quantisation,
         max_shard_bytes=max_shard_bytes,
         overwrite=should_overwrite,

@@ -16,12 +16,12 @@ from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     CudaEfficientKernel,
     CudaFlashKernel,
-    ExplicitKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
 )
 from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.explicit_kernel import ExplicitKernel
 from shardwright.parallel.context.ring_attention import RowAttentionSettings, RowRanks
 from shardwright.parallel.context.row_attention import attend_row
 from shardwright.parallel.context.tile_kernels import CudnnKernel, choose_kernel

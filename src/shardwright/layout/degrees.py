@@ -145,10 +145,26 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             remedy=f"Start a multiple of {model_degree} ranks, or lower tp, pp or cp",
         )
     replicate, shard = _resolve_data_degrees(section, world_size, model_degree)
-    _check_expert_degree(section, shard)
     stage = section.zero_stage
     if stage is None:
         stage = 3 if shard * section.cp > 1 else 0
+    fsdp = shard * section.cp
+    if fsdp % section.ep:
+        raise LayoutError(
+            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {fsdp}",
+            field="layout.ep",
+            got=section.ep,
+            allowed=f"a divisor of {fsdp}",
+            remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
+        )
+    if section.expert_dispatch == "halves" and section.ep == 1:
+        raise LayoutError(
+            "without expert parallelism (ep 1) no rows are sent to experts",
+            field="layout.expert_dispatch",
+            got="halves",
+            allowed="whole, auto",
+            remedy="Remove it, or set ep",
+        )
     return Layout(
         dp_replicate=replicate,
         dp_shard=shard,
@@ -169,26 +185,6 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         max_gathers_in_flight=section.max_gathers_in_flight,
         bucket_size_bytes=section.bucket_size_bytes,
     )
-
-
-def _check_expert_degree(section: LayoutSection, shard: int) -> None:
-    fsdp = shard * section.cp
-    if fsdp % section.ep:
-        raise LayoutError(
-            f"ep = {section.ep} does not divide dp_shard x cp = {shard} x {section.cp} = {fsdp}",
-            field="layout.ep",
-            got=section.ep,
-            allowed=f"a divisor of {fsdp}",
-            remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
-        )
-    if section.expert_dispatch == "halves" and section.ep == 1:
-        raise LayoutError(
-            "without expert parallelism (ep 1) no rows are sent to experts",
-            field="layout.expert_dispatch",
-            got="halves",
-            allowed="whole, auto",
-            remedy="Remove it, or set ep",
-        )
 
 
 def _resolve_data_degrees(

@@ -41,7 +41,7 @@ from shardwright.training.resume_point import (
     ResumePoint,
     collect_changeable_settings,
 )
-from shardwright.training.setup import TrainingState
+from shardwright.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 

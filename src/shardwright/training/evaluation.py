@@ -16,8 +16,8 @@ from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective
 from shardwright.training.rank_context import RankContext
 from shardwright.training.sample_texts import choose_prompts, generate_texts, save_texts
-from shardwright.training.setup import TrainingState
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
+from shardwright.training.training_state import TrainingState
 
 
 @dataclass(frozen=True)

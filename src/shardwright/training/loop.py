@@ -36,7 +36,6 @@ from shardwright.training.metrics.run_prediction import compare_with_prediction
 from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import StepSync
-from shardwright.training.setup import TrainingState
 from shardwright.training.step import (
     StepLoss,
     StepUpdate,
@@ -47,6 +46,7 @@ from shardwright.training.step import (
 )
 from shardwright.training.step_policy import StepPolicy
 from shardwright.training.step_result import StepResult
+from shardwright.training.training_state import TrainingState
 from shardwright.watchdog.stragglers import build_straggler_detector
 
 

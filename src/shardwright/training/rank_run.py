@@ -50,8 +50,9 @@ from shardwright.training.resume_point import (
     find_resume_point,
     list_changes,
 )
-from shardwright.training.setup import TrainingState, agree_on_ceiling, build_state
+from shardwright.training.setup import agree_on_ceiling, build_state
 from shardwright.training.step_policy import find_differing_replicas
+from shardwright.training.training_state import TrainingState
 from shardwright.watchdog.flight_recorder import record_collectives
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watchdog
 

@@ -16,8 +16,8 @@ from shardwright.config.run import RollbackSection
 from shardwright.errors import NonFiniteError
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.rank_context import RankContext
-from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepUpdate
+from shardwright.training.training_state import TrainingState
 
 
 class RollbackPolicy:

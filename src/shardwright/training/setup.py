@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -59,6 +59,7 @@ from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
+from shardwright.training.training_state import TrainingState
 from shardwright.version import __version__
 
 logger = logging.getLogger("shardwright")
@@ -66,37 +67,6 @@ logger = logging.getLogger("shardwright")
 
 _MAX_PRODUCTS = 4
 """Number of matrix shapes whose rate is measured: the largest of the model."""
-
-
-@dataclass
-class TrainingState:
-    """State that changes during training. `step` counts completed optimizer steps."""
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
-    step: int = 0
-    num_consecutive_skips: int = 0
-    best_loss: float = field(default=float("inf"))
-    skipped_data_steps: int = 0
-    """Data steps that rollbacks have skipped: step s reads the data of s plus this."""
-    objective: Objective = TOKEN_OBJECTIVE
-    """Loss that is trained."""
-    is_evaluation_due: bool = False
-    """True if a stop prevented the evaluation of this step; the resumed run starts with it."""
-    activation_offload: ActivationOffload | None = None
-    """Saved tensors of blocks in a slower tier; None if none move."""
-    weight_offload: WeightOffload | ParameterOffload | None = None
-    """Weights of blocks in a slower tier, beside adapters the frozen ones; None if none move."""
-
-    def close_offloads(self) -> None:
-        """End all transfers and free the memory or the files of the slower tiers."""
-        if isinstance(self.optimizer, OffloadedOptimizer):
-            self.optimizer.close()
-        if self.activation_offload is not None:
-            self.activation_offload.close()
-        if self.weight_offload is not None:
-            self.weight_offload.close()
 
 
 def build_objective(validated_run: ValidatedRun, model: ParallelModel) -> Objective:

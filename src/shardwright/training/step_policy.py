@@ -17,8 +17,8 @@ from shardwright.training.evaluation import evaluate
 from shardwright.training.metrics.rank_metrics import RankMetrics
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rollback import RollbackPolicy
-from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepUpdate
+from shardwright.training.training_state import TrainingState
 
 
 class StepPolicy:

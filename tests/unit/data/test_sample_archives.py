@@ -217,5 +217,5 @@ def test_the_format_is_named_for_files_of_other_libraries(tmp_path: Path) -> Non
         prepare_data(build_recipe(tmp_path, str(compressed)))
     unknown = tmp_path / "a.mds.xz"
     unknown.write_bytes(b"")
-    with pytest.raises(DataError, match=r"not that of a file of `format: mds`.*\.mds\.zstd"):
+    with pytest.raises(DataError, match=r"not have a suffix of `format: mds`.*\.mds\.zstd"):
         prepare_data(build_recipe(tmp_path, {"path": str(unknown), "format": "mds"}))

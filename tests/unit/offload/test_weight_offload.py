@@ -15,8 +15,9 @@ from shardwright.data.sample_order import SampleOrder
 from shardwright.offload import WeightOffload
 from shardwright.offload.block_uses import Phase
 from shardwright.training.checks.run_checks import validate_run
-from shardwright.training.setup import TrainingState, build_state
+from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients
+from shardwright.training.training_state import TrainingState
 from tests.multiprocess.test_offload import DENSE, build_recipe
 
 NUM_LAYERS = 4

@@ -11,12 +11,12 @@ import torch
 from shardwright.model.dropout import Dropout
 from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
-    ExplicitKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
     merge_partial,
 )
+from shardwright.parallel.context.explicit_kernel import ExplicitKernel
 from shardwright.parallel.context.tile_kernels import choose_kernel
 
 SCORES = ScoreSettings(scale=0.4)

@@ -19,12 +19,12 @@ from torch.nn.attention import SDPBackend
 from shardwright.parallel.context import tile_kernels
 from shardwright.parallel.context.attention_kernels import (
     CudaFlashKernel,
-    ExplicitKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
 )
 from shardwright.parallel.context.block_mask import RowChunks
+from shardwright.parallel.context.explicit_kernel import ExplicitKernel
 from shardwright.parallel.context.ring_attention import (
     RowAttentionSettings,
     RowRanks,

@@ -30,7 +30,8 @@ from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.resume_point import find_resume_point
 from shardwright.training.run import train
-from shardwright.training.setup import TrainingState, build_state
+from shardwright.training.setup import build_state
+from shardwright.training.training_state import TrainingState
 from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient
 from tests.unit.training.finished import ALPHABET, CONFIG
 

@@ -23,8 +23,9 @@ from shardwright.model.decoder import Decoder
 from shardwright.numerics import chunked_cross_entropy, compute_token_losses
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.preference_objective import PreferenceObjective
-from shardwright.training.setup import TrainingState, build_state
+from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.training.training_state import TrainingState
 from tests.unit.training.preference_data import ROWS, preference_recipe, write_pairs
 
 

@@ -23,11 +23,11 @@ from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     CudaEfficientKernel,
     CudaFlashKernel,
-    ExplicitKernel,
     PartialAttention,
     ScoreSettings,
     TileVisibility,
 )
+from shardwright.parallel.context.explicit_kernel import ExplicitKernel
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
 from shardwright.architecture import (
     ExpertShape,
-    HFClassInit,
     HFShape,
     LatentShape,
     ModelShape,
@@ -32,7 +29,6 @@ from shardwright.launch.auto_layout import (
     resolve_recompute_here,
 )
 from shardwright.launch.devices import should_use_cuda
-from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.products.kernel_support import describe_device
@@ -52,6 +48,7 @@ from shardwright.plans import (
 from shardwright.training.checks.async_tensor_parallel import resolve_async_tensor_parallel
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
+from shardwright.training.checks.model_checks import check_attention, check_hf_model
 from shardwright.training.checks.offload_checks import check_offload
 from shardwright.training.checks.peer_copy_checks import check_peer_copies
 from shardwright.training.checks.row_lengths import has_short_rows
@@ -167,8 +164,8 @@ def validate_run(
     if recipe.model.is_pretrained:
         assert recipe.model.path is not None
         WeightsFolder(recipe.model.path).check(shape.base_shape)
-    _check_hf_model(recipe, shape)
-    _check_attention(recipe, plan)
+    check_hf_model(recipe, shape)
+    check_attention(recipe, plan)
     check_loss_kernel(recipe, plan)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
@@ -288,73 +285,6 @@ def _check_optimizer(
             got="muon",
             remedy="Use adamw, which updates every kind of parameter",
         )
-
-
-def _check_attention(recipe: Recipe, plan: Plan) -> None:
-    """Raise if the requested attention kernel cannot compute the model on this machine."""
-    attention = recipe.model.attention
-    if isinstance(plan.shape, HFShape) or attention in ("auto", "explicit"):
-        return
-    context = plan.placement.context
-    if context is not None and context.method != "ulysses":
-        raise RecipeError(
-            f"context parallelism by {context.method} computes tiles of rows with its own kernels",
-            field="model.attention",
-            got=attention,
-            allowed="auto or explicit",
-            remedy="Remove it, or use layout.cp_method: ulysses",
-        )
-    has_cuda = should_use_cuda(recipe.run.device, field="run.device")
-    choose_layer_kernels(
-        plan.shape,
-        attention,
-        torch.device("cuda" if has_cuda else "cpu"),
-        resolve_dtypes(plan.precision).compute,
-        num_keys=plan.batch.sequence_length,
-        is_packed=recipe.data.packing == "documents" or recipe.preference is not None,
-        has_dropout=True,
-    )
-
-
-def _check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
-    """Raise for settings that transformers' own model code does not support."""
-    if not isinstance(shape, HFShape):
-        return
-    by_class = [spec.name for spec in shape.list_parameters() if isinstance(spec.init, HFClassInit)]
-    refusals = {
-        "model.compile": (
-            recipe.model.compile is True,
-            "its blocks cannot be compiled",
-            "Remove it",
-        ),
-        "model.attention": (
-            recipe.model.attention not in ("auto", "explicit"),
-            "its class chooses the kernel",
-            "Use auto or explicit",
-        ),
-        "training.label_smoothing": (
-            recipe.training.label_smoothing > 0.0,
-            "its loss cannot be smoothed",
-            "Remove it",
-        ),
-        "training.neftune_noise_alpha": (
-            recipe.training.neftune_noise_alpha > 0.0,
-            "its embeddings cannot get noise",
-            "Remove it",
-        ),
-        "model.init": (
-            bool(by_class) and not recipe.model.is_pretrained,
-            f"only its own class can initialise {', '.join(by_class[:3])}",
-            "Save it once with transformers (from_config, save_pretrained) and start from that",
-        ),
-    }
-    for field, (refused, reason, remedy) in refusals.items():
-        if refused:
-            raise RecipeError(
-                f"{shape.family} runs through transformers' {shape.class_name}: {reason}",
-                field=field,
-                remedy=remedy,
-            )
 
 
 def _describe_adapters(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
 from shardwright.training.metrics.profiling import StepProfiler
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.setup import TrainingState
 from shardwright.training.step import StepTimes
+from shardwright.training.training_state import TrainingState
 
 RANKS_PER_EVENT = 8
 """Largest world size with a `ranks` event at every logged step; n times as many ranks have one

@@ -1,0 +1,125 @@
+"""Attention over part of the keys by explicit products, for what no fused kernel computes.
+
+Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwright.model.dropout import Dropout
+from shardwright.parallel.context.attention_kernels import (
+    AttentionGradients,
+    PartialAttention,
+    ScoreSettings,
+    TileVisibility,
+)
+
+
+class ExplicitKernel:
+    """Explicit products on any device and in any precision.
+
+    They support soft caps, dropout by token and any mask, and store all scores of the tile.
+    """
+
+    def forward(
+        self,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> PartialAttention:
+        scores_BHLS, _ = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+        lse_BHL = torch.logsumexp(scores_BHLS, dim=-1)
+        # For a query that sees no key, -inf - -inf would be nan.
+        weights_BHLS = torch.exp(
+            scores_BHLS - lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)[..., None]
+        )
+        weights_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
+        return PartialAttention(_multiply_by_group(weights_BHLS, v_BKSV), lse_BHL)
+
+    def backward(
+        self,
+        d_out_BHLV: Tensor,
+        q_BHLE: Tensor,
+        k_BKSE: Tensor,
+        v_BKSV: Tensor,
+        row_output: PartialAttention,
+        visibility: TileVisibility,
+        scores: ScoreSettings,
+    ) -> AttentionGradients:
+        scores_BHLS, slope_BHLS = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+        wide = scores_BHLS.dtype
+        weights_BHLS = torch.exp(scores_BHLS - row_output.lse_BHL[..., None])
+        dropped_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
+        d_v_BKSV = _sum_by_group(dropped_BHLS, d_out_BHLV, v_BKSV.shape[1])
+        d_weights_BHLS = _apply_dropout(
+            _multiply_by_group(d_out_BHLV, v_BKSV.transpose(-1, -2)).to(wide), visibility, scores
+        )
+        delta_BHL = (d_out_BHLV.to(wide) * row_output.out_BHLV.to(wide)).sum(-1)
+        d_scores_BHLS = weights_BHLS * (d_weights_BHLS - delta_BHL[..., None])
+        if slope_BHLS is not None:
+            d_scores_BHLS = d_scores_BHLS * slope_BHLS
+        d_scores_BHLS = (d_scores_BHLS * scores.scale).to(q_BHLE.dtype)
+        return AttentionGradients(
+            _multiply_by_group(d_scores_BHLS, k_BKSE),
+            _sum_by_group(d_scores_BHLS, q_BHLE, k_BKSE.shape[1]),
+            d_v_BKSV,
+        )
+
+
+def _compute_scores(
+    q_BHLE: Tensor, k_BKSE: Tensor, visibility: TileVisibility, scores: ScoreSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores in fp32 or wider, -inf for hidden keys, and the slope of the soft cap.
+
+    The slope is None without a soft cap.
+    """
+    raw_BHLS = _multiply_by_group(q_BHLE * scores.scale, k_BKSE.transpose(-1, -2))
+    raw_BHLS = raw_BHLS.to(torch.promote_types(raw_BHLS.dtype, torch.float32))
+    slope_BHLS = None
+    if scores.soft_cap is not None:
+        tanh_BHLS = torch.tanh(raw_BHLS / scores.soft_cap)
+        raw_BHLS = tanh_BHLS * scores.soft_cap
+        slope_BHLS = 1 - tanh_BHLS.square()
+    if visibility.visible_BLS is not None:
+        raw_BHLS = raw_BHLS.masked_fill(~visibility.visible_BLS[:, None], float("-inf"))
+    elif visibility.is_causal:
+        later = torch.ones(raw_BHLS.shape[-2:], dtype=torch.bool, device=raw_BHLS.device).triu(1)
+        raw_BHLS = raw_BHLS.masked_fill(later, float("-inf"))
+    return raw_BHLS, slope_BHLS
+
+
+def _apply_dropout(
+    weights_BHLS: Tensor, visibility: TileVisibility, scores: ScoreSettings
+) -> Tensor:
+    if scores.dropout is None:
+        return weights_BHLS
+    rows = Dropout(scores.dropout.keys_BT[:, visibility.query_slice])
+    return rows.drop_attention(
+        weights_BHLS,
+        scores.dropout_rate,
+        first_head=scores.first_head,
+        key_indices_S=visibility.key_indices_S,
+    )
+
+
+def _multiply_by_group(x_BHLS: Tensor, y_BKSE: Tensor) -> Tensor:
+    """Compute x @ y where each head of y serves a group of heads of x, without expanding y.
+
+    The rows of a group form one matrix.
+    """
+    num_groups = y_BKSE.shape[1]
+    return (
+        (x_BHLS.unflatten(1, (num_groups, -1)).flatten(2, 3) @ y_BKSE)
+        .unflatten(2, (-1, x_BHLS.shape[2]))
+        .flatten(1, 2)
+    )
+
+
+def _sum_by_group(x_BHLS: Tensor, y_BHLE: Tensor, num_groups: int) -> Tensor:
+    """Compute x^T @ y summed over the heads of each group, `[B, K, S, E]`."""
+    x, y = (part.unflatten(1, (num_groups, -1)).flatten(2, 3) for part in (x_BHLS, y_BHLE))
+    return x.transpose(-1, -2) @ y
