@@ -25,7 +25,7 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import TOKENS, build
 from tests.reference.cases import CASES
 
-NUM_LAYERS = 10
+NUM_LAYERS = 5
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "intermediate_size": 28, "num_hidden_layers": NUM_LAYERS},
     "gpt2": {**GPT2, "n_layer": NUM_LAYERS, "attn_pdrop": 0.1, "resid_pdrop": 0.1},

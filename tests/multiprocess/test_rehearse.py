@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -194,17 +192,13 @@ CASES = [
 ]
 
 
-def rehearse_in_new_process(plan: Plan, rank: int, model: str = "llama") -> RankRehearsal:
-    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
-        return pool.submit(rehearse_rank, build_recipe(model), plan, rank).result()
-
-
 @pytest.mark.parametrize(("model", "layout", "recompute", "kind"), CASES, ids=str)
 def test_a_rehearsal_equals_a_real_run(
     gloo_ranks: RankPool, model: str, layout: Layout, recompute: str, kind: PrecisionKind
 ) -> None:
     plan = build_case_plan(model, layout, recompute, kind)
-    report = rehearse_in_new_process(plan, 0, model)
+    report: RankRehearsal
+    (report,) = gloo_ranks.run(1, rehearse_rank, build_recipe(model), plan, 0)
     peak, calls = gloo_ranks.run(layout.world_size, run_real_step, plan, report.peak_bytes, model)[
         0
     ]
