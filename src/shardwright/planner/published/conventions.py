@@ -21,6 +21,7 @@ from shardwright.planner.engine_model import (
 )
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.published.stage_rules import assign_by_running_sum, assign_evenly
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.schedule.registry import assign_stages
 
@@ -417,41 +418,3 @@ def _count_places_reached(places: float, num_draws: int) -> float:
     """Return the expected number of places, with equal numbers of experts, that have an expert
     of a token."""
     return places * (1 - (1 - 1 / places) ** num_draws)
-
-
-def assign_evenly(num_layers: int, num_stages: int) -> list[int]:
-    """Return layers per stage in equal numbers. If that is impossible, embedding and head count
-    as one layer each.
-
-    A further remainder goes to the middle stages, whose ranks have neither embedding nor head.
-
-    >>> assign_evenly(8, 4), assign_evenly(126, 16)[:3], assign_evenly(30, 4), assign_evenly(61, 8)
-    ([2, 2, 2, 2], [7, 8, 8], [7, 8, 8, 7], [7, 8, 8, 8, 8, 8, 7, 7])
-    """
-    layers_per_stage, rest = divmod(num_layers, num_stages)
-    if rest == num_stages - 2 and num_stages > 2:
-        return [layers_per_stage, *[layers_per_stage + 1] * (num_stages - 2), layers_per_stage]
-    if rest == num_stages - 1:
-        return [*[layers_per_stage + 1] * (num_stages - 1), layers_per_stage]
-    return [layers_per_stage + (1 <= stage <= rest) for stage in range(num_stages)]
-
-
-def assign_by_running_sum(
-    layer_costs: Sequence[float], head_cost: float, num_stages: int
-) -> tuple[list[int], int]:
-    """Return layers per stage, and the stage of the head. The embedding has no cost, and late
-    stages may be empty.
-
-    >>> assign_by_running_sum([1.0] * 8, 2.0, 4), assign_by_running_sum([1.0] * 2, 4.0, 8)
-    (([3, 3, 2, 0], 3), ([1, 1, 0, 0, 0, 0, 0, 0], 2))
-    """
-    share = (sum(layer_costs) + head_cost) / num_stages
-    counts = [0] * num_stages
-    stage = 0
-    assigned_cost = 0.0
-    for cost in layer_costs:
-        counts[stage] += 1
-        assigned_cost += cost
-        if assigned_cost > (stage + 1) * share:
-            stage += 1
-    return counts, stage
