@@ -182,8 +182,6 @@ def plan_recipe(
     chosen = result.chosen
     choice_of_results = None
     if not recipe.layout.auto and conflict is None and candidate is not None:
-        if candidate.layout.expert_dispatch == "auto":
-            candidate, _ = choose_expert_dispatch(predictor, candidate)
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
     elif recipe.layout.auto and chosen is not None:
         _, choice_of_results, conflict = _choose_results(recipe, predictor, chosen.candidate)
@@ -244,10 +242,12 @@ def _compare_splits(
 def _choose_results(
     recipe: Recipe, predictor: Predictor, candidate: Candidate
 ) -> tuple[Candidate, RecomputeChoice | None, str | None]:
-    """Choose what the layers keep if the recipe leaves it to the plan.
+    """Choose the order of `expert_dispatch` and what the layers keep, if left to the plan.
 
-    Returns the candidate, the choice, and the reason why there is none.
+    Returns the candidate, the choice of what is kept, and the reason why there is none.
     """
+    if candidate.layout.expert_dispatch == "auto":
+        candidate, _ = choose_expert_dispatch(predictor, candidate)
     section = recipe.recompute
     if not isinstance(section, RecomputeSection):
         return candidate, None, None
