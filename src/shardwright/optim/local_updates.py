@@ -86,8 +86,6 @@ class SGD(ElementwiseUpdate, torch.optim.SGD):
     Momentum starts at zero, so after the first step it equals the first gradient, as in torch.
     """
 
-    has_step_count = False
-
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name: none without momentum."""
         return _list_moments(parameter, *(("momentum_buffer",) if group["momentum"] else ()))

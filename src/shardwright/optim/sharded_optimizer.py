@@ -177,13 +177,11 @@ class UpdateByPiece:
     """True if every step runs collectives for every parameter."""
     is_divisible = True
     """True if pieces of the parameters can be updated one after another."""
-    has_step_count = True
-    """True if the state has the number of a parameter's updates, which the rule reads."""
     update_parts: Sequence[UpdatePart] = ()
     """Order of the update; parameters of no part come last."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update every parameter. Collective if `has_collectives`: every rank calls it."""
         assert closure is None, "gradients are accumulated before the step"
         optimizer: Any = self
@@ -231,7 +229,7 @@ class ElementwiseUpdate(UpdateByPiece):
         for key in optimizer.list_state(parameter, group):
             if state.get(key) is None:
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if self.has_step_count and "step" not in state:
+        if "step" not in state:
             state["step"] = optimizer.create_step_count(parameter, group)
 
     def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:

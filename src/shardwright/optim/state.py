@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.optim.sharded_optimizer import (
-    ElementwiseUpdate,
-    Moment,
-    ShardedOptimizer,
-    UpdateByPiece,
-)
+from shardwright.optim.sharded_optimizer import ElementwiseUpdate, Moment, ShardedOptimizer
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
@@ -31,7 +26,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer), type(optimizer)
+            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer)
             optimizer.initialise_state(parameter, group)
 
 
@@ -175,7 +170,7 @@ def _list_moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _has_step_count(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, UpdateByPiece) and optimizer.has_step_count
+    return isinstance(optimizer, torch.optim.AdamW | ShardedOptimizer)
 
 
 def _to_json_value(value: Any) -> Any:

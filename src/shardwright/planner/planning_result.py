@@ -9,7 +9,6 @@ from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
 from shardwright.layout.saved_results import RecomputeChoice
-from shardwright.planner.auto_layout import choose_expert_dispatch
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
