@@ -1,6 +1,6 @@
 """`make bench`: shardwright compared with its peers on two CPU ranks, interleaved in one run.
 
-    python -m benchmarks.cpu                      everything (20 to 25 minutes on two cores)
+    python -m benchmarks.cpu                      everything (10 to 15 minutes on two cores)
     python -m benchmarks.cpu --list               names of the comparisons and their contenders
     python -m benchmarks.cpu --case zero3-bf16    one comparison; repeatable
     python -m benchmarks.cpu --predict            measure nothing: predict the JSON's rows again
@@ -77,10 +77,13 @@ DEFAULT = tuple(
         Comparison(0, precision, (*LOOPS, "deepspeed", "trainer")),
         Comparison(1, precision, (*LOOPS, "deepspeed")),
         Comparison(3, precision, (*LOOPS, "deepspeed")),
-        Comparison(0, precision, (*LOOPS, "deepspeed", "trainer"), compile=True),
     )
 )
-ON_REQUEST = (Comparison(3, "bf16", (*LOOPS, "deepspeed"), compile=True),)
+ON_REQUEST = (
+    Comparison(0, "fp32", LOOPS, compile=True),
+    Comparison(0, "bf16", LOOPS, compile=True),
+    Comparison(3, "bf16", LOOPS, compile=True),
+)
 
 
 def main() -> int:

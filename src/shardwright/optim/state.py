@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.optim.sharded_optimizer import ElementwiseUpdate, Moment, ShardedOptimizer
+from shardwright.optim.sharded_optimizer import Moment, ShardedOptimizer
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
@@ -26,8 +26,17 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer)
-            optimizer.initialise_state(parameter, group)
+            if isinstance(optimizer, ShardedOptimizer):
+                optimizer.initialise_state(parameter, group)
+                continue
+            state = optimizer.state[parameter]
+            for name in _list_moment_names(optimizer):
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if _has_step_count(optimizer) and "step" not in state:
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"
+                )
 
 
 def collect_optimizer_tensors(

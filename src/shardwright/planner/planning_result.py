@@ -241,12 +241,10 @@ def _compare_splits(
 def _choose_results(
     recipe: Recipe, predictor: Predictor, candidate: Candidate
 ) -> tuple[Candidate, RecomputeChoice | None, str | None]:
-    """Choose the order of `expert_dispatch` and what the layers keep, if left to the plan.
+    """Choose what the layers keep if the recipe leaves it to the plan.
 
-    Returns the candidate, the choice of what is kept, and the reason why there is none.
+    Returns the candidate, the choice, and the reason why there is none.
     """
-    if candidate.layout.expert_dispatch == "auto":
-        candidate, _ = choose_expert_dispatch(predictor, candidate)
     section = recipe.recompute
     if not isinstance(section, RecomputeSection):
         return candidate, None, None

@@ -69,7 +69,6 @@ def verify_cell(
         }
         findings = _verify_sgd(problem, plan, model, reference)
         if problem.dtype == "float64":
-            model.invalidate_weights()
             with torch.no_grad():  # reuse the model: building it takes longer than a step
                 for name, parameter in model.named_parameters():
                     get_local_tensor(parameter).copy_(initial[name])
