@@ -163,6 +163,11 @@ class Candidate:
         )
 
     @property
+    def quantised_shares(self) -> ScaledShares | None:
+        """`scaled_shares` if the precision has quantised operands, else None."""
+        return self.scaled_shares if self.precision in ("fp8", "nvfp4") else None
+
+    @property
     def has_resident_sums(self) -> bool:
         """True if FSDP2 adds up offloaded shards' gradients on the device until it sums them over
         replicas."""

@@ -165,7 +165,8 @@ def _explain_recomputation(predictor: Predictor, chosen: Prediction) -> str | No
 def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | None:
     """Compare quantised products with bf16 on the same layout, and say what limits the gain."""
     candidate = chosen.candidate
-    if candidate.precision not in ("fp8", "nvfp4") or candidate.scaled_shares is None:
+    shares = candidate.quantised_shares
+    if shares is None:
         return None
     plain = predictor.predict(replace(candidate, precision="bf16", scaled_shares=None))
     wide, narrow = (predictor.get_rates(precision) for precision in ("bf16", candidate.precision))
@@ -179,9 +180,7 @@ def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | No
     added = micro_batches * quantisation / plain.time.step
     factor = plain.time.step / chosen.time.step
     change = f"{factor:.2f} times faster" if factor >= 1 else f"{1 / factor:.2f} times slower"
-    gradients = (
-        "gradients of weights, " if candidate.scaled_shares.has_wide_weight_gradients else ""
-    )
+    gradients = "gradients of weights, " if shares.has_wide_weight_gradients else ""
     width = "4-bit" if candidate.precision == "nvfp4" else "8-bit"
     compilation = "" if candidate.compile else ", which is not compiled,"
     return (

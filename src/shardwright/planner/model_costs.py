@@ -174,6 +174,13 @@ class ModelFacts:
             spec.role, num_in, num_out, TENSOR_PARALLEL_STYLES.get(spec.role, "residual"), biased
         )
 
+    def count_local_matrices(self, kind: LayerKind, product: Matmul, ep: int) -> float:
+        """Count the matrices of a product that a rank stores: one per local expert, otherwise 1."""
+        if product not in kind.expert_matmuls:
+            return 1.0
+        assert self.shape.experts is not None
+        return self.shape.experts.num_experts / ep
+
     @cached_property
     def head(self) -> Matmul:
         """Output projection to the vocabulary."""

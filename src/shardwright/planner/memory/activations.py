@@ -119,8 +119,9 @@ def get_layer_activations(
     cached = facts.activation_cache.get(key)
     if cached is None:
         cached = _compute_layer_activations(facts, kind, candidate)
-        block = build_block_tensors(facts, kind, candidate, is_repeated=False)
-        cached = replace(cached, quantising_bytes=compute_last_quantisation_bytes(block))
+        if candidate.quantised_shares is not None:
+            block = build_block_tensors(facts, kind, candidate, is_repeated=False)
+            cached = replace(cached, quantising_bytes=compute_last_quantisation_bytes(block))
         facts.activation_cache[key] = cached
     assert isinstance(cached, LayerActivations)
     return cached

@@ -20,9 +20,7 @@ def count_product_elements(
         elements = _count_local_outputs(product, layout.tp) * _count_local_inputs(
             product, layout.tp
         )
-        if product in kind.expert_matmuls:
-            assert facts.shape.experts is not None
-            elements *= facts.shape.experts.num_experts / layout.ep
+        elements *= facts.count_local_matrices(kind, product, layout.ep)
         if product.role in DOWN_ROLES:
             down += elements
         elif product.role in UP_ROLES:

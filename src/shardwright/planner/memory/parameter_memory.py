@@ -94,11 +94,7 @@ def count_adapter_elements(
             num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
             shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            num_matrices = (
-                facts.shape.experts.num_experts / layout.ep
-                if facts.shape.experts and product in kind.expert_matmuls
-                else 1
-            )
+            num_matrices = facts.count_local_matrices(kind, product, layout.ep)
             total = total.add(
                 ParameterElements(adapter.rank * (num_in + num_out), shard).multiply(
                     count * num_matrices

@@ -23,19 +23,16 @@ def compute_block_temporaries(
 
     A product quantises one operand after the other, and keeps the codes of the first, a byte each.
     """
-    shares = candidate.scaled_shares
+    shares = candidate.quantised_shares
     found: dict[str, ProductTemporaries] = {}
-    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.compile:
+    if shares is None or candidate.compile:
         return BlockTemporaries()
     size = shares.temporary_bytes
-    experts = facts.shape.experts
     for product, rows in list_matmuls(facts, kind, candidate):
         if not shares.get_share(product.role):
             continue
         n, k = compute_local_sides(product, candidate)
-        num_matrices = 1.0
-        if product.sharding.startswith("expert") and experts is not None:
-            num_matrices = experts.num_experts / candidate.layout.ep
+        num_matrices = facts.count_local_matrices(kind, product, candidate.layout.ep)
         m = rows * num_matrices
         weight = n * k * num_matrices
         # Gathered codes are not quantised again.

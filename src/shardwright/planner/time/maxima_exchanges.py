@@ -34,18 +34,14 @@ def list_maxima_exchanges(
     Returns:
         For each exchange, the share of it, and its bytes.
     """
-    shares = candidate.scaled_shares
+    shares = candidate.quantised_shares
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
-    if candidate.precision not in ("fp8", "nvfp4") or shares is None or candidate.layout.tp == 1:
-        return forward, backward
-    if shares.spanning == "nothing":
+    if shares is None or shares.spanning == "nothing" or candidate.layout.tp == 1:
         return forward, backward
     for product, rows in list_matmuls(facts, kind, candidate):
         share = shares.get_share(product.role)
-        is_expert = product.sharding.startswith("expert")
-        if is_expert and facts.shape.experts is not None:
-            rows *= facts.shape.experts.num_experts / candidate.layout.ep
+        rows *= facts.count_local_matrices(kind, product, candidate.layout.ep)
         size = 4.0 * (rows if shares.spanning == "rows" else 1.0)
         if product.sharding in ("columns", "expert_columns"):
             backward.append((share, size))
