@@ -16,6 +16,10 @@ EVERY_STEPS = 50
 """Steps between two collections. Tensors of a step are freed without one, as nothing in a step
 refers to itself."""
 
+_are_imports_excluded = False
+"""True once `freeze_imports` has been called. To count the excluded objects takes as long as a run
+of a small model takes to start."""
+
 
 class GarbageCollection:
     """Context in which Python collects garbage only in `collect_if_due`.
@@ -36,7 +40,7 @@ class GarbageCollection:
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
-        self._has_frozen = gc.get_freeze_count() == 0
+        self._has_frozen = not _are_imports_excluded
         if self._has_frozen:
             gc.freeze()
         return self
@@ -55,5 +59,7 @@ class GarbageCollection:
 
 def freeze_imports() -> None:
     """Exclude all objects of this process from collections for good, before it has any model."""
+    global _are_imports_excluded
     gc.collect()
     gc.freeze()
+    _are_imports_excluded = True

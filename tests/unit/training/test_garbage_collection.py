@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,27 +26,34 @@ class Cycle:
         self.itself = self
 
 
+@pytest.fixture
+def collectable_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let collections cover the imports, as in a process of users."""
+    monkeypatch.setattr(garbage_collection, "_are_imports_excluded", False)
+    gc.unfreeze()
+    yield
+    freeze_imports()
+
+
+@pytest.mark.usefixtures("collectable_imports")
 def test_imports_stay_excluded_and_a_former_model_is_freed() -> None:
     """In a process that trains several generations, a model of the former one can be freed."""
     freeze_imports()
-    try:
-        # Excluded objects may still be freed when nothing refers to them, as those of a thread are.
-        fewest = gc.get_freeze_count() * 0.99
-        assert fewest > 0
-        model = Cycle()
-        former = weakref.ref(model)
-        with GarbageCollection():
-            assert gc.get_freeze_count() >= fewest
+    # Excluded objects may still be freed when nothing refers to them, as those of a thread are.
+    fewest = gc.get_freeze_count() * 0.99
+    assert fewest > 0
+    model = Cycle()
+    former = weakref.ref(model)
+    with GarbageCollection():
         assert gc.get_freeze_count() >= fewest
-        del model
-        gc.collect()
-        assert former() is None
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() >= fewest
+    del model
+    gc.collect()
+    assert former() is None
 
 
+@pytest.mark.usefixtures("collectable_imports")
 def test_cycles_are_freed_at_the_chosen_steps_only() -> None:
-    gc.unfreeze()  # as in a process of users
     with GarbageCollection() as collection:
         assert not gc.isenabled()
         cycle = weakref.ref(Cycle())
