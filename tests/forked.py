@@ -6,7 +6,8 @@ more than the few steps that a test trains. `run` and `Popen` take the arguments
 and `subprocess.Popen`. Where the command is `python -m MODULE` or `python -c CODE`, they fork a
 server process instead of starting an interpreter. The program has the same state as after a real
 start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers,
-random numbers, exit.
+random numbers, exit. Only the rate of fp32 products, which a run measures at its start, is the
+server's.
 
 Ranks which the command starts through torch's elastic launcher are forked as well, from a copy of
 the server that the launcher has not touched, and are children of the launcher: it sees their exit
@@ -26,7 +27,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import gc
 import os
 import pickle
 import runpy
@@ -516,12 +516,20 @@ def _import_all() -> None:
     assert nodes.Popen is subprocess.Popen  # where the processes of ranks are started
     nodes.Popen = Popen
     # Otherwise every program's first full collection copies the pages of all imports.
-    gc.collect()
-    gc.freeze()
+    import_module("shardwright.training.garbage_collection").freeze_imports()
+    _measure_ceiling()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, (
         f"a process with {len(threads)} threads cannot be forked: an import starts some"
     )
+
+
+def _measure_ceiling() -> None:
+    """Measure the denominator of MFU once: each rank would take as long as for its first steps."""
+    cpu = import_module("torch").device("cpu")
+    dtype = import_module("torch").float32
+    measure = import_module("shardwright.numerics.peak_flops").measure_matmul_flops_per_second
+    import_module("shardwright.training.setup")._ceilings[cpu, dtype] = measure(cpu, dtype)
 
 
 if __name__ == "__main__":
