@@ -5,6 +5,7 @@ docs/silent-bugs.md says that it does.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.assertions import assert_clean, assert_detected
 from tests.multiprocess.models import build_recipe
+from tests.multiprocess.mutations.checks import apply_with_checks_of
 from tests.multiprocess.mutations.reductions import apply_no_mutation
 from tests.multiprocess.mutations.table import BUGS, Bug
 from tests.multiprocess.mutations.tensor import smooth_over_own_vocabulary
@@ -46,7 +48,7 @@ def verify_cell_of(ranks: RankPool, bug: Bug, patch: MutationContext) -> Verific
     )
 
 
-@pytest.mark.parametrize(
+EVERY_BUG = pytest.mark.parametrize(
     "bug",
     [
         pytest.param(bug, id=f"{kind}-{bug.patch.__name__}-{bug.layout}")
@@ -54,6 +56,16 @@ def verify_cell_of(ranks: RankPool, bug: Bug, patch: MutationContext) -> Verific
         for bug in bugs
     ],
 )
+
+
+@EVERY_BUG
+def test_the_comparison_detects(ranks: RankPool, bug: Bug) -> None:
+    patch = partial(apply_with_checks_of, bug.detected_in, bug.patch)
+    assert_detected(verify_cell_of(ranks, bug, patch), bug.detected_in)
+
+
+@pytest.mark.long
+@EVERY_BUG
 def test_the_verifier_detects(ranks: RankPool, bug: Bug) -> None:
     assert_detected(verify_cell_of(ranks, bug, bug.patch), bug.detected_in)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,6 @@ def test_events_of_a_launch_are_named_without_a_search_of_all_modules(
 
     assert join_rendezvous(TORCHS) == "join_rendezvous"
     monkeypatch.setattr(api, "elastic_launch", launch)
-    monkeypatch.setattr(dynamic_rendezvous.inspect, "stack", inspect_stack)
+    monkeypatch.setattr(inspect, "stack", inspect_stack)
     launcher._run_with_agent(1, "a.module", [], tmp_path, is_quiet=True)
     assert names == ["join_rendezvous"]
