@@ -512,6 +512,10 @@ def _import_all() -> None:
     import_module(
         "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     ).Popen = Popen
+    # Otherwise a launch takes four times as long: for the name of each event torch inspects the
+    # stack, twice, and Python searches all modules for a frame that has no file, as runpy's.
+    rendezvous = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     nodes = import_module("shardwright.launch.nodes")
     assert nodes.Popen is subprocess.Popen  # where the processes of ranks are started
     nodes.Popen = Popen

@@ -101,12 +101,8 @@ def _run_with_agent(
     """Run the ranks in new processes through torch's elastic launcher."""
     # torch's launcher takes seconds to import, and recipe errors should come first.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import elastic_launch
 
-    # torch calls `inspect.stack`, which searches all imported modules for every frame, twice for
-    # each of nine events of a launch.
-    dynamic_rendezvous.get_method_name = _get_method_name
     # Its warnings name processes and signals that users do not know; failures raise exceptions.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -118,11 +114,6 @@ def _run_with_agent(
             {rank: failure.timestamp for rank, failure in error.failures.items()},
         )
     return RankEndings()
-
-
-def _get_method_name(depth: int = 2) -> str:
-    """Return the name of the function `depth` frames up."""
-    return sys._getframe(depth).f_code.co_name
 
 
 def _build_config(num_ranks: int, control: Path, *, is_quiet: bool) -> LaunchConfig:
