@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.case import LLAMA_29M, Case
 from benchmarks.conditions import format_rows, read_conditions
+from shardwright.config.offload import BUCKETS_PER_BUFFER, DEFAULT_BUFFER_BYTES
 
 MODELS: dict[str, dict[str, Any]] = {
     "29m": LLAMA_29M,
@@ -41,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CONTENDERS = ("shardwright", "shardwright disk", "deepspeed host", "deepspeed nvme")
 NUM_STEPS = 6
 """The first two are not counted."""
-_BLOCK_BYTES = 64 * 2**20
+_BLOCK_BYTES = DEFAULT_BUFFER_BYTES // BUCKETS_PER_BUFFER
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def run_rounds(folder: Path, model: str, num_rounds: int) -> list[dict[str, Any]
     runs: list[dict[str, Any]] = []
     weights = folder / f"weights-{model}"
     if not weights.exists():
-        _write_weights(weights, model)
+        write_weights(weights, model)
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
     for number in range(num_rounds):
         for contender in CONTENDERS:
@@ -98,7 +99,7 @@ def run_rounds(folder: Path, model: str, num_rounds: int) -> list[dict[str, Any]
     return runs
 
 
-def _write_weights(folder: Path, model: str) -> None:
+def write_weights(folder: Path, model: str) -> None:
     """Write random weights in bf16 values, which all contenders then start from."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,7 +123,7 @@ def run_contender(contender: str, weights: Path, folder: Path) -> dict[str, Any]
         micro_batch_size=1,
     )
     name, _, tier = contender.partition(" ")
-    start: Callable[..., Any] = _start_shardwright if name == "shardwright" else _start_deepspeed
+    start: Callable[..., Any] = start_shardwright if name == "shardwright" else _start_deepspeed
     run_step, finish = start(case, folder, tier)
     seconds: list[float] = []
     losses: list[float] = []
@@ -139,7 +140,14 @@ def run_contender(contender: str, weights: Path, folder: Path) -> dict[str, Any]
     }
 
 
-def _start_shardwright(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
+def start_shardwright(
+    case: Case, folder: Path, tier: str, buffer_bytes: int = DEFAULT_BUFFER_BYTES
+) -> tuple[Any, Any]:
+    """Build a model and its optimizer, with states in a tier if one is named.
+
+    Returns:
+        Function that trains step N and returns its loss; function that describes the steps.
+    """
     import torch
 
     from benchmarks.case import make_tokens, read_model_config, select_batch, shift_labels
@@ -152,7 +160,10 @@ def _start_shardwright(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
 
     recipe = build_recipe(case)
     if tier:
-        section = OffloadSection.model_validate({"optimizer": tier, "dir": str(folder)})
+        section = OffloadSection.model_validate(
+            {"optimizer": tier, "buffer_bytes": buffer_bytes}
+            | ({"dir": str(folder)} if tier == "disk" else {})
+        )
         recipe = recipe.model_copy(update={"offload": section})
     state = build_state(build_validated_run(recipe, 1), torch.device("cpu"))
     tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)

@@ -61,13 +61,9 @@ def main() -> None:
 
 def measure_round(folder: Path) -> dict[str, Any]:
     """Measure bytes per second of each kind of transfer, by fio and then by the stores."""
-    before = measure_with_fio(folder, _NUM_BYTES)
-    both = swap_moments(folder)
-    after = measure_with_fio(folder, _NUM_BYTES)
-    fio_both = 2 * _NUM_BYTES / statistics.mean((before["seconds"], after["seconds"]))
-    fio_read = measure_with_fio(folder, _NUM_BYTES, ("read",))["read_bytes_per_second"]
-    read, write = move_blocks(folder)
-    fio_write = measure_with_fio(folder, _NUM_BYTES, ("write",))["write_bytes_per_second"]
+    both, fio_both = _measure_between(folder, lambda: swap_moments(folder), ("read", "write"))
+    read, fio_read = _measure_between(folder, lambda: move_blocks(folder)[0], ("read",))
+    write, fio_write = _measure_between(folder, lambda: move_blocks(folder)[1], ("write",))
     update, addition = measure_update()
     return {
         "fio_both": fio_both,
@@ -83,6 +79,16 @@ def measure_round(folder: Path) -> dict[str, Any]:
         "share_write": write / fio_write,
         "share_update": update / addition,
     }
+
+
+def _measure_between(
+    folder: Path, measure: Callable[[], float], directions: tuple[str, ...]
+) -> tuple[float, float]:
+    """Measure bytes per second of a store between two runs of fio; return its rate and theirs."""
+    before = measure_with_fio(folder, _NUM_BYTES, directions)["seconds"]
+    rate = measure()
+    after = measure_with_fio(folder, _NUM_BYTES, directions)["seconds"]
+    return rate, len(directions) * _NUM_BYTES / statistics.mean((before, after))
 
 
 def swap_moments(folder: Path) -> float:

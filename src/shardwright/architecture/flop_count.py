@@ -1,16 +1,17 @@
 """Parameters per part and model FLOPs per token. Torch-free.
 
-Convention: 6 FLOPs per token and matrix element (2 forward, 4 backward), and 12 x query width x
-keys for the two matrix products of attention. `keys` is the mean number of keys that a causal
-token attends to: (T + 1) / 2, fewer with a sliding window. PaLM (arXiv 2204.02311, appendix B)
-counts T keys, including the half that the causal mask discards; we count only necessary work,
-as the FlashAttention papers do. Recomputation, norms, rotary embeddings, activations and
-embedding look-ups are not counted.
+Convention: 6 FLOPs per token and matrix element (2 forward, 4 backward; 2 backward for a frozen
+matrix), and 12 x query width x keys for the two matrix products of attention. `keys` is the mean
+number of keys that a causal token attends to: (T + 1) / 2, fewer with a sliding window. PaLM
+(arXiv 2204.02311, appendix B) counts T keys, including the half that the causal mask discards; we
+count only necessary work, as the FlashAttention papers do. Recomputation, norms, rotary
+embeddings, activations and embedding look-ups are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 
 from shardwright.architecture.parameter_spec import ParameterRole, ParameterSpec
 
@@ -36,6 +37,44 @@ def count_matmul_parameters(
     return total
 
 
+def find_first_trained_block(specs: Iterable[ParameterSpec], trained: Collection[str]) -> float:
+    """Find the first block through which a gradient passes; infinity if there is none."""
+    return min(
+        (
+            spec.layer if spec.layer is not None else 0
+            for spec in specs
+            if spec.name in trained and not (spec.layer is None and spec.role in ("norm", "head"))
+        ),
+        default=math.inf,
+    )
+
+
+def count_matmul_flops_per_token(
+    specs: Iterable[ParameterSpec],
+    trained: Collection[str],
+    first_block: float,
+    *,
+    is_tied: bool,
+    active_share: float = 1.0,
+) -> float:
+    """Count the model FLOPs of all matrices for one token, forward and backward.
+
+    Args:
+        trained: Names of the parameters that get a gradient.
+        first_block: As `find_first_trained_block`. Blocks below it have no backward pass.
+    """
+    total = 0.0
+    for spec in specs:
+        if spec.name in trained:
+            factor = 6.0
+        else:
+            factor = 2.0 if spec.layer is not None and spec.layer < first_block else 4.0
+        total += factor * count_matmul_parameters(
+            [spec], is_tied=is_tied, active_share=active_share
+        )
+    return total
+
+
 def compute_mean_visible_keys(sequence_length: int, window: int | None) -> float:
     """Compute the mean number of keys that a causal token attends to, itself included.
 
@@ -48,10 +87,16 @@ def compute_mean_visible_keys(sequence_length: int, window: int | None) -> float
 
 
 def count_attention_flops_per_token(
-    query_width: int, value_width: int, sequence_length: int, window: int | None
+    query_width: int,
+    value_width: int,
+    sequence_length: int,
+    window: int | None,
+    *,
+    has_backward: bool = True,
 ) -> float:
     """Count the model FLOPs of one layer's two attention products for one token.
 
-    Forward and backward; `query_width` and `value_width` are summed over all heads.
+    `query_width` and `value_width` are summed over all heads.
     """
-    return 6.0 * (query_width + value_width) * compute_mean_visible_keys(sequence_length, window)
+    factor = 6.0 if has_backward else 2.0
+    return factor * (query_width + value_width) * compute_mean_visible_keys(sequence_length, window)

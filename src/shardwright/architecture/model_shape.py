@@ -7,7 +7,7 @@ never the family's name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -211,28 +211,42 @@ class ModelShape:
         """Fraction of a sparse layer's experts that one token uses; 1 for a dense model."""
         return 1.0 if self.experts is None else self.experts.active_share
 
-    def count_flops_per_token(self, sequence_length: int) -> float:
+    def count_flops_per_token(
+        self, sequence_length: int, frozen_names: Collection[str] = ()
+    ) -> float:
         """Count forward and backward model FLOPs per token of a causal sequence.
 
-        The convention is that of `count`. Only experts that the token uses count. A frozen
-        matrix costs 4 FLOPs per token and element: it gets no gradient.
+        The convention is that of `flop_count`. Only experts that the token uses count. A frozen
+        matrix costs 4 FLOPs per token and element, because it gets no gradient. Blocks below all
+        trained parameters have no backward pass: 2, and a third of the attention.
+
+        Args:
+            frozen_names: Parameters that are not trained; with adapters all others are.
         """
-
-        def count_elements(specs: list[ParameterSpec]) -> float:
-            return flop_count.count_matmul_parameters(
-                specs, is_tied=self.tied_embeddings, active_share=self.active_share
-            )
-
-        adapter_specs = [spec for spec in self.list_parameters() if spec.adapter_part is not None]
-        base_flops = 6.0 if self.adapters is None else 4.0
-        matmul_flops = base_flops * count_elements(
-            list(self.base_shape.list_parameters())
-        ) + 6.0 * count_elements(adapter_specs)
-        return matmul_flops + sum(
+        specs = list(self.base_shape.list_parameters())
+        specs += [spec for spec in self.list_parameters() if spec.adapter_part is not None]
+        trained = {
+            spec.name
+            for spec in specs
+            if spec.name not in frozen_names
+            and (self.adapters is None or spec.adapter_part is not None)
+        }
+        first_block = flop_count.find_first_trained_block(specs, trained)
+        return flop_count.count_matmul_flops_per_token(
+            specs,
+            trained,
+            first_block,
+            is_tied=self.tied_embeddings,
+            active_share=self.active_share,
+        ) + sum(
             flop_count.count_attention_flops_per_token(
-                self.query_width, self.value_width, sequence_length, layer.window
+                self.query_width,
+                self.value_width,
+                sequence_length,
+                layer.window,
+                has_backward=index >= first_block,
             )
-            for layer in self.layers
+            for index, layer in enumerate(self.layers)
         )
 
     def check_sequence_length(self, num_tokens: int) -> None:

@@ -45,15 +45,16 @@ class OffloadSection(RecipeSection):
     """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
     size, with CUDA through three in device memory. State on disk moves in buckets of a quarter,
     through the memory of three buffers on the host, with CUDA also through three buckets on the
-    device. `activations: disk` has two buffers in host memory; `parameters: disk` has one, for
+    device. Two of the three keep their buckets from step to step, so larger buffers move fewer
+    bytes. `activations: disk` has two buffers in host memory; `parameters: disk` has one, for
     trained weights two."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
         if self.dir is not None and "disk" not in self.tiers.values():
             raise ValueError(
-                "`dir` is for `optimizer: disk`, `parameters: disk` and `activations: disk`, not "
-                f"{', '.join(self.tiers.values())}"
+                "`dir` is the folder of scratch files, and nothing is offloaded to disk: set "
+                "`optimizer`, `parameters` or `activations` to `disk`, or remove `dir`"
             )
         if self.update_on == "host" and self.optimizer == "none":
             raise ValueError("`update_on: host` needs `optimizer: host` or `optimizer: disk`")

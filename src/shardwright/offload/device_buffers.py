@@ -74,3 +74,7 @@ class DeviceBuffers:
     def end_step(self) -> None:
         """Make the training stream wait for the last copy to host memory."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream_out)
+
+    def synchronize(self) -> None:
+        """Wait until the host memory is complete."""
+        torch.cuda.current_stream(self._device).synchronize()

@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -44,31 +44,39 @@ class DiskStore:
         segment_bytes: Sequence[int],
         capacity_bytes: int,
         *,
+        resident_bytes: Mapping[int, int] | None = None,
         is_pinned: bool = False,
         disk: Disk = LOCAL_DISK,
     ) -> None:
         """Reserve the file's blocks, which read as zeros.
 
         Args:
-            capacity_bytes: Staging memory; at least the largest bucket.
+            capacity_bytes: Staging memory of all other buckets; at least the largest of them.
+            resident_bytes: Buckets that have staging memory of their own, and its bytes.
 
         Raises:
             OffloadFailed: the folder cannot be written, or has not enough free space.
         """
         self.counts = TransferCounts()
         self.capacity_bytes = capacity_bytes
+        self.resident_buckets: Collection[int] = frozenset(resident_bytes or ())
         self._folder = folder
         self._disk = disk
         self._offsets = [0, *accumulate(segment_bytes)]
         self._descriptor = self._create_file()
         self._map: mmap.mmap | None = None
         self._ring = StagingRing(allocate_buffer(capacity_bytes, is_pinned=is_pinned))
+        self._resident = {
+            index: StagedBucket(0, allocate_buffer(num_bytes, is_pinned=is_pinned))
+            for index, num_bytes in (resident_bytes or {}).items()
+        }
         self._staged: dict[int, StagedBucket] = {}
         """Staging memory of open swaps, by bucket."""
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-write")
         self._writes: dict[int, Future[None]] = {}
         """Last write of each bucket, until it is known to have ended."""
+        self._failed_write: OffloadFailed | None = None
 
     def _create_file(self) -> int:
         num_bytes = self._offsets[-1]
@@ -105,13 +113,13 @@ class DiskStore:
         """Start to write a bucket; its staging memory is free again when it has been written."""
         staged = self._staged.pop(swap.index)
         self._writes[swap.index] = self._writer.submit(
-            self._write, staged, swap.bucket, ready_event
+            self._write, swap.index, staged, swap.bucket, ready_event
         )
 
     def release(self, swap: Swap) -> None:
         """Free the staging memory of a bucket that has not changed."""
         swap.parts.result()
-        self._ring.give_back(self._staged.pop(swap.index))
+        self._give_back(swap.index, self._staged.pop(swap.index))
 
     def view_segment(self, segment: int) -> Tensor:
         """Return the bytes of a segment in a mapping of the file."""
@@ -132,9 +140,19 @@ class DiskStore:
             self._descriptor = -1
 
     def _wait_for_writes(self) -> None:
+        self._check_writes()
         writes, self._writes = self._writes, {}
         for write in writes.values():
             write.result()
+
+    def _check_writes(self) -> None:
+        """Raise the error of a failed write again: the file has the bytes before it."""
+        if self._failed_write is not None:
+            raise self._failed_write
+
+    def _give_back(self, index: int, staged: StagedBucket) -> None:
+        if index not in self._resident:
+            self._ring.give_back(staged)
 
     def _unmap(self) -> None:
         """Write the mapping's changes and drop its pages from memory."""
@@ -149,7 +167,8 @@ class DiskStore:
         """Read a bucket, on the reader thread."""
         if pending_write is not None:
             pending_write.result()
-        staged = self._ring.take(bucket.num_bytes)
+        self._check_writes()
+        staged = self._resident.get(index) or self._ring.take(bucket.num_bytes)
         self._staged[index] = staged
         parts = _split_buffer(staged.memory, bucket)
         start_seconds = time.perf_counter()
@@ -162,7 +181,11 @@ class DiskStore:
         return parts
 
     def _write(
-        self, staged: StagedBucket, bucket: StateBucket, ready_event: torch.cuda.Event | None
+        self,
+        index: int,
+        staged: StagedBucket,
+        bucket: StateBucket,
+        ready_event: torch.cuda.Event | None,
     ) -> None:
         """Write a bucket, on the writer thread."""
         try:
@@ -179,8 +202,11 @@ class DiskStore:
                 )
                 self.counts.written_bytes += place.num_bytes
             self.counts.writing_seconds += time.perf_counter() - start_seconds
+        except OffloadFailed as error:
+            self._failed_write = error
+            raise
         finally:
-            self._ring.give_back(staged)
+            self._give_back(index, staged)
 
     def _attempt(self, verb: str, operation: Callable[[], None]) -> None:
         """Run a file operation; raise one error that names the folder."""

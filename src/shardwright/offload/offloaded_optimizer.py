@@ -8,8 +8,7 @@ stay where they are (docs/decisions/0078-offloaded-optimizer.md).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.config.offload import OffloadSection
+from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.host_update import HostUpdate
@@ -24,17 +24,14 @@ from shardwright.offload.parameter_offload import ParameterOffload
 from shardwright.offload.state_buckets import (
     BucketPiece,
     OffloadedParameter,
-    StateBucket,
     StatePartition,
     partition_state,
 )
 from shardwright.offload.store import (
     HostStore,
     Store,
-    Swap,
     TransferCounts,
     TransferReporter,
-    wait_for_parts,
 )
 from shardwright.optim.sharded_optimizer import (
     GradientListener,
@@ -110,13 +107,13 @@ class OffloadedOptimizer(ShardedOptimizer):
             self.state[parameter]["step"] = count.cpu() if has_host_update else count
         self._step_counts = self._create_step_counts()
         self._store = create_store(self._partition)
-        self._device_buffers = (
+        self._stream = BucketStream(
+            self._partition,
+            self._store,
             DeviceBuffers(self._partition.max_bucket_bytes, device)
             if device.type == "cuda" and not has_host_update
-            else None
+            else None,
         )
-        self._swaps: deque[Swap] = deque()
-        """Open swaps, in the order in which they will be used."""
         self._reporter = TransferReporter()
 
     @property
@@ -179,10 +176,8 @@ class OffloadedOptimizer(ShardedOptimizer):
 
         Reading them saves, and writing into them loads, without a copy of the state in memory.
         """
-        self._close_swaps()
+        self._stream.write_back()
         name = self.parameter_names[parameter]
-        if self._device_buffers is not None:
-            torch.cuda.current_stream(self.device).synchronize()
         tensors = {}
         for (owner, key), place in self._partition.tensors.items():
             if owner == name:
@@ -210,7 +205,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._host_update is not None:
             self._host_update.begin_update()
         unit: int | None = None
-        for bucket, parts in self._stream_buckets(order):
+        for bucket, parts in self._stream.run(order):
             planned = [piece for piece in bucket.pieces if self._is_updated(piece.name)]
             if self._parameters is not None:
                 names = [piece.name for piece in planned]
@@ -278,52 +273,9 @@ class OffloadedOptimizer(ShardedOptimizer):
             first_element = piece.first_row * piece.row_length
         return ParameterPiece(piece.name, local, gradient, state, group, first_element)
 
-    def _stream_buckets(self, order: list[int]) -> Iterator[tuple[StateBucket, list[Tensor]]]:
-        """Yield buckets with their parts where the update runs; swap each out when it is done.
-
-        The first buckets of the next step are swapped in at the end of this one.
-        """
-        if [swap.index for swap in self._swaps] != order[: len(self._swaps)]:
-            self._close_swaps()  # other parameters have gradients than in the step before
-        if self._device_buffers is not None:
-            self._device_buffers.begin_step()
-        num_requested = len(self._swaps)
-        for _ in order:
-            num_requested += self._request(order[num_requested:])
-            swap = self._swaps.popleft()
-            parts = wait_for_parts(self._store, swap)
-            if self._device_buffers is None:
-                yield swap.bucket, parts
-                self._store.swap_out(swap)
-            else:
-                device_parts = self._device_buffers.copy_in(swap.bucket, parts)
-                yield swap.bucket, device_parts
-                self._store.swap_out(swap, self._device_buffers.copy_out(device_parts, parts))
-        if self._device_buffers is not None:
-            self._device_buffers.end_step()
-        if self._store.tier == "disk":
-            self._request(order)
-
-    def _request(self, order: Sequence[int]) -> int:
-        """Start to swap in the next buckets that fit beside the open ones; return their number."""
-        free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self._swaps)
-        for count, index in enumerate(order):
-            bucket = self._partition.buckets[index]
-            free_bytes -= bucket.num_bytes
-            if free_bytes < 0:
-                return count
-            self._swaps.append(self._store.swap_in(index, bucket))
-        return len(order)
-
-    def _close_swaps(self) -> None:
-        """Give up the swaps that were begun for the next step."""
-        while self._swaps:
-            self._store.release(self._swaps.popleft())
-
     def close(self) -> None:
         """Discard the state and free the store. No step may follow."""
-        self._swaps.clear()
-        self._store.close()
+        self._stream.close()
 
 
 def offload_optimizer(
@@ -352,10 +304,12 @@ def offload_optimizer(
         is_pinned = device.type == "cuda" and not has_host_update
         if section.optimizer == "host":
             return HostStore.allocate(partition.segment_bytes, is_pinned=is_pinned)
+        resident_bytes = partition.select_resident_buckets(section.buffer_bytes)
         return DiskStore(
             default_folder if section.dir is None else Path(section.dir),
             partition.segment_bytes,
-            partition.compute_staging_bytes(section.buffer_bytes),
+            partition.compute_staging_bytes(section.buffer_bytes) - sum(resident_bytes.values()),
+            resident_bytes=resident_bytes,
             is_pinned=is_pinned,
         )
 

@@ -128,6 +128,23 @@ class StatePartition:
         """
         return min(3 * max(buffer_bytes, self.max_bucket_bytes), self.num_bytes)
 
+    def select_resident_buckets(self, buffer_bytes: int) -> dict[int, int]:
+        """Select the buckets that stay in staging memory between updates; return their bytes.
+
+        All others pass through the rest of it: one buffer, or three buckets if these are larger.
+        The buckets that are read ahead come first, so the update of those that stay leaves time
+        to write them and to read the next ones.
+        """
+        rest_bytes = max(buffer_bytes, 3 * self.max_bucket_bytes)
+        resident_bytes = self.compute_staging_bytes(buffer_bytes) - rest_bytes
+        resident: dict[int, int] = {}
+        for index, bucket in enumerate(self.buckets):
+            rest_bytes -= bucket.num_bytes
+            if rest_bytes < 0 and bucket.num_bytes <= resident_bytes:
+                resident[index] = bucket.num_bytes
+                resident_bytes -= bucket.num_bytes
+        return resident
+
 
 def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int) -> StatePartition:
     """Divide the state of a rank's parameters into buckets of about `buffer_bytes`.

@@ -7,7 +7,7 @@ systems: *swap in* is from the store to where it is used, *swap out* back to the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
@@ -71,6 +71,8 @@ class Store(Protocol):
     capacity_bytes: int
     """Bytes of buckets whose swaps may be open at the same time: a further one begins when enough
     are closed."""
+    resident_buckets: Collection[int]
+    """Buckets that have memory of their own besides. Their swaps may stay open between updates."""
 
     def swap_in(self, index: int, bucket: StateBucket) -> Swap:
         """Start to bring a bucket to host memory."""
@@ -114,6 +116,7 @@ class HostStore:
     segments: list[Tensor]
     tier: Literal["host", "disk"] = "host"
     capacity_bytes: int = 1 << 62
+    resident_buckets: Collection[int] = ()
     counts: TransferCounts = field(default_factory=TransferCounts)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwright.telemetry.event_log import Event, RunStartedEvent, StepEvent
 from shardwright.units import format_flops_per_second
@@ -56,39 +56,33 @@ def measure_throughput(
 class ThroughputMeter:
     """Meter of a run's throughput.
 
-    If a step exceeds the ceiling, the ceiling is raised, so that MFU never exceeds 1; the first
-    time is logged.
+    The ceiling stays as measured, so that all steps of a run have one denominator. An MFU above 1
+    says that it was measured too low; the first time is logged.
     """
 
     def __init__(self, world_size: int, matmul_flops_per_second: float) -> None:
-        self.matmul_flops_per_second = matmul_flops_per_second
+        self._matmul_flops_per_second = matmul_flops_per_second
         self._world_size = world_size
-        self._has_risen = False
+        self._has_warned = False
 
     def measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
         """Compute the rates of a step of all ranks."""
-        throughput = self._measure(tokens, seconds, flops_per_token)
-        if throughput.mfu is None or throughput.mfu <= 1.0:
-            return throughput
-        if not self._has_risen:
-            logger.info(
-                "a step reached %.0f%% of the measured matmul ceiling (%s per device), "
-                "which is too low (busy machine?); MFU is now relative to the fastest step",
-                100.0 * throughput.mfu,
-                format_flops_per_second(self.matmul_flops_per_second),
-            )
-        self._has_risen = True
-        self.matmul_flops_per_second *= throughput.mfu
-        return replace(throughput, mfu=1.0)
-
-    def _measure(self, tokens: int, seconds: float, flops_per_token: float) -> Throughput:
-        return measure_throughput(
+        throughput = measure_throughput(
             tokens,
             seconds,
             world_size=self._world_size,
             flops_per_token=flops_per_token,
-            matmul_flops_per_second=self.matmul_flops_per_second,
+            matmul_flops_per_second=self._matmul_flops_per_second,
         )
+        if throughput.mfu is not None and throughput.mfu > 1.0 and not self._has_warned:
+            logger.warning(
+                "a step reached %.0f%% of the measured matmul ceiling (%s per device), "
+                "which is too low (busy machine?): MFU is too high in the whole run",
+                100.0 * throughput.mfu,
+                format_flops_per_second(self._matmul_flops_per_second),
+            )
+            self._has_warned = True
+        return throughput
 
 
 class ExponentialMean:
@@ -180,7 +174,7 @@ class RunProgress:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0 to 1; NaN if unknown."""
+        """Model FLOPs utilisation; NaN if unknown."""
         return self._mfu.value
 
     @property

@@ -86,7 +86,7 @@ class TrainingLoop:
             ),
             context.device,
         )
-        self.flops_per_token_of_length = cache(validated_run.shape.count_flops_per_token)
+        self.flops_per_token_of_length = cache(validated_run.count_flops_per_token)
         self.throughput = ThroughputMeter(ranks.world_size, matmul_flops_per_second)
         self.rank_metrics = RankMetrics(
             state,

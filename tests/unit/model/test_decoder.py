@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder, DropoutKey, KeyValueCache
+from shardwright.training.checks.run_checks import match_frozen
 from tests.reference.cases import CASES, LONG
 
 SOME_CASES = (
@@ -280,3 +282,35 @@ def test_the_attention_implementation_is_logged_once(
         for _ in range(2):
             decoder(draw_tokens(decoder), dropout=DropoutKey(0, 0, torch.tensor([0, 1])))
     assert [message in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "num_forward_blocks"),
+    [
+        ((), 0),
+        (("*_proj.weight",), 0),
+        (("model.layers.1.mlp.*", "lm_head.*"), 0),
+        (("model.embed_tokens.*", "model.layers.0.*"), 1),
+        (("model.embed_tokens.*", "model.layers.*"), 3),
+    ],
+)
+def test_flops_beside_frozen_weights_are_those_of_the_products(
+    patterns: tuple[str, ...], num_forward_blocks: int
+) -> None:
+    """Products as torch counts them; attention loses two thirds without a backward pass."""
+    decoder = build("llama")
+    shape = decoder.shape
+    frozen = match_frozen(patterns, [name for name, _ in decoder.named_parameters()])
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    ids_BT = draw_tokens(decoder, length=8)
+    with FlopCounterMode(display=False) as counter:
+        decoder(ids_BT).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operator, count in counts.items() if "mm" in str(operator))
+    # Attention is linear in the mean number of keys: 1 for one token, 2 for three.
+    one, two = (shape.count_flops_per_token(length, frozen) for length in (1, 3))
+    assert 2 * one - two == products / ids_BT.numel()
+    whole = 6.0 * (shape.query_width + shape.value_width)
+    num_whole_blocks = shape.num_layers - num_forward_blocks
+    assert two - one == num_whole_blocks * whole + num_forward_blocks * whole / 3

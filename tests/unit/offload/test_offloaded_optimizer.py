@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.disk import Disk
 from shardwright.config.offload import OffloadSection
 from shardwright.config.training import OptimizerSection
+from shardwright.errors import OffloadFailed
 from shardwright.offload import OffloadedOptimizer
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
@@ -36,6 +39,8 @@ RULES: dict[str, dict[str, Any]] = {
 NUM_STEPS = 5
 BUFFER_BYTES = 16384
 """Smaller than the moments of the larger parameters, so that these are divided."""
+STAGING_BUFFER_BYTES = 2 * BUFFER_BYTES
+"""Leaves staging memory for a few buckets that stay in it."""
 
 
 class Run:
@@ -62,7 +67,14 @@ class Run:
                 if tier == "host":
                     return HostStore.allocate(partition.segment_bytes, is_pinned=False)
                 assert folder is not None
-                return DiskStore(folder, partition.segment_bytes, 3 * partition.max_bucket_bytes)
+                resident_bytes = partition.select_resident_buckets(STAGING_BUFFER_BYTES)
+                return DiskStore(
+                    folder,
+                    partition.segment_bytes,
+                    partition.compute_staging_bytes(STAGING_BUFFER_BYTES)
+                    - sum(resident_bytes.values()),
+                    resident_bytes=resident_bytes,
+                )
 
             self.optimizer = OffloadedOptimizer(
                 self.optimizer,  # type: ignore[arg-type]
@@ -195,10 +207,64 @@ def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path
     run = Run("adamw", tmp_path, tier="disk")
     run.step(0)
     assert isinstance(run.optimizer, OffloadedOptimizer)
-    open_bytes = sum(swap.bucket.num_bytes for swap in run.optimizer._swaps)
-    following = run.partition.buckets[len(run.optimizer._swaps)]
-    capacity_bytes = 3 * run.partition.max_bucket_bytes
+    stream = run.optimizer._stream
+    open_bytes = sum(swap.bucket.num_bytes for swap in stream.swaps)
+    moving = [
+        bucket
+        for index, bucket in enumerate(run.partition.buckets)
+        if index not in stream._store.resident_buckets
+    ]
+    following = moving[len(stream.swaps)]
+    capacity_bytes = stream._store.capacity_bytes
     assert open_bytes <= capacity_bytes < open_bytes + following.num_bytes
+    run.close()
+
+
+def test_resident_buckets_move_only_for_a_checkpoint(tmp_path: Path) -> None:
+    run = Run("adamw", tmp_path, tier="disk")
+    optimizer = run.optimizer
+    assert isinstance(optimizer, OffloadedOptimizer)
+    resident_bytes = run.partition.select_resident_buckets(STAGING_BUFFER_BYTES)
+    resident = sum(resident_bytes.values())
+    staging = run.partition.compute_staging_bytes(STAGING_BUFFER_BYTES)
+    assert 0 < resident <= staging - STAGING_BUFFER_BYTES
+    assert min(resident_bytes) > 0  # the buckets that are read ahead come first
+
+    def count_written(number: int) -> int:
+        run.step(number)
+        optimizer._store._wait_for_writes()  # type: ignore[attr-defined]
+        return optimizer.take_counts().written_bytes
+
+    assert [count_written(number) for number in range(2)] == [optimizer.num_bytes - resident] * 2
+    run.collect()
+    run.collect()
+    assert optimizer.take_counts().written_bytes == resident
+    assert count_written(2) == optimizer.num_bytes - resident
+    run.close()
+
+
+def test_no_bucket_is_read_after_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save finds the failure first. The next step finds it again."""
+    run = Run("adamw", tmp_path, tier="disk")
+    last = run.partition.buckets[-1].ranges[-1]
+    position = sum(run.partition.segment_bytes[: last.segment]) + last.offset_bytes
+    write_at = Disk.write_at
+
+    def fail_at_last(disk: Disk, descriptor: int, data: memoryview, offset: int) -> None:
+        if offset == position:
+            raise OSError(errno.EIO, "Input/output error")
+        write_at(disk, descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "write_at", fail_at_last)
+        run.step(0)
+        for _ in range(2):
+            with pytest.raises(OffloadFailed, match="could not be written"):
+                run.collect()
+    with pytest.raises(OffloadFailed, match="could not be written"):
+        run.step(1)
     run.close()
 
 

@@ -15,9 +15,11 @@ from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.inference.model_source import find_checkpoint, open_model_source
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.telemetry.event_log import RunStartedEvent, read_events
 from shardwright.training.run import train
 from tests.unit.training.finished import ALPHABET, CONFIG
 
+FROZEN = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
 PRUNED = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -54,7 +56,7 @@ def fine_tune(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
 
 
 def test_updates_too_small_for_bf16_are_stored_in_fp32(tmp_path: Path) -> None:
-    base, run = fine_tune(tmp_path, freeze=["model.embed_tokens.*"], keep_zeros=True)
+    base, run = fine_tune(tmp_path, freeze=FROZEN, keep_zeros=True)
     checkpoint = find_checkpoint(run / "checkpoints", LATEST_NAME)  # type: ignore[arg-type]
     stored = checkpoint.manifest.tensors
     assert {entry.dtype for entry in stored.values()} == {"F32"}
@@ -62,10 +64,14 @@ def test_updates_too_small_for_bf16_are_stored_in_fp32(tmp_path: Path) -> None:
     trained = {name: source.read(name) for name in base}
     for name, weights in trained.items():
         has_changed = weights != base[name].float()
-        if name == "model.embed_tokens.weight":
+        if name in FROZEN:
             assert not has_changed.any()
         elif weights.ndim == 2:
             assert has_changed.double().mean() > 0.4, name  # half of the pruned matrix stays zero
             assert (weights.bfloat16() == base[name]).double().mean() > 0.9, name
     assert bool((trained[PRUNED].view(-1)[::2] == 0.0).all())
-    assert not any(name.startswith("optimizer.model.embed_tokens") for name in stored)
+    assert not any(name.startswith(f"optimizer.{frozen}") for name in stored for frozen in FROZEN)
+    (start,) = read_events(run).filter_by_type(RunStartedEvent)
+    shape = source.shape
+    assert start.flops_per_token == shape.count_flops_per_token(8, FROZEN)
+    assert start.flops_per_token < shape.count_flops_per_token(8)

@@ -96,6 +96,10 @@ class ValidatedRun:
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
+    def count_flops_per_token(self, sequence_length: int) -> float:
+        """Count the model FLOPs of training per token of a row; frozen weights need fewer."""
+        return self.shape.count_flops_per_token(sequence_length, self.frozen_names)
+
     @property
     def drift_fields(self) -> dict[str, Any]:
         """Values that must not change when a run is resumed."""

@@ -77,7 +77,7 @@ def log_start(context: RankContext, step: int, matmul_flops_per_second: float) -
         versions=describe_versions(),
         host=socket.gethostname(),
         devices=(describe_device(context.device),) * world_size,
-        flops_per_token=validated_run.shape.count_flops_per_token(plan.batch.sequence_length),
+        flops_per_token=validated_run.count_flops_per_token(plan.batch.sequence_length),
         matmul_flops_per_second=matmul_flops_per_second,
     )
     if context.is_main_rank and context.recipe.training.deterministic:

@@ -1,0 +1,127 @@
+"""Share of the transfers of offloaded states that a step hides, on a CPU.
+
+    python -m benchmarks.offload_overlap --folder /scratch --out overlap.json
+
+One process has the same model twice, with its moments in memory and on disk, and trains the two by
+turns, a few steps each. So both meet the same load of other processes. A step on disk is compared
+with the longer one of the step in memory and of its transfers, and with the bound that
+docs/offload.md derives: what staging memory does not hold is moved within the update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case
+from benchmarks.conditions import format_rows, read_conditions
+from benchmarks.offload import MODELS, start_shardwright, write_weights
+
+_NUM_STEPS = 5
+"""Steps of a turn. The first one is not counted: it meets the end of the other model's turn."""
+
+
+def main() -> None:
+    """Measure every size of batch and buffer, and write the numbers."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload_overlap", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to use")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--model", choices=MODELS, default="29m")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256], help="tokens per step")
+    parser.add_argument("--buffer-mib", type=int, nargs="+", default=[64])
+    options = parser.parse_args()
+    weights = options.folder / f"weights-{options.model}"
+    if not weights.exists():
+        write_weights(weights, options.model)
+    runs = []
+    for tokens in options.tokens:
+        for buffer_mib in options.buffer_mib:
+            case = Case("overlap", 0, "bf16", str(weights), 1, 256, tokens // 256)
+            run = measure_turns(case, options.folder, buffer_mib * 2**20, options.turns)
+            runs.append({"tokens_per_step": tokens, "buffer_mib": buffer_mib} | run)
+            print(json.dumps(runs[-1]["summary"] | {"tokens": tokens, "mib": buffer_mib}))
+    conditions = read_conditions() | {"load": os.getloadavg()}
+    if options.out is not None:
+        result = {"conditions": conditions, "config": MODELS[options.model], "runs": runs}
+        options.out.write_text(format_rows(result) + "\n")
+
+
+def measure_turns(case: Case, folder: Path, buffer_bytes: int, num_turns: int) -> dict[str, Any]:
+    """Train the two models by turns; return the median step of each turn, and the ratios."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        resident, describe_resident = start_shardwright(case, Path(scratch), "")
+        offloaded, describe = start_shardwright(case, Path(scratch), "disk", buffer_bytes)
+        turns: list[dict[str, float]] = []
+        for turn in range(num_turns + 1):
+            steps = range(turn * _NUM_STEPS, (turn + 1) * _NUM_STEPS)
+            turns.append(_time_steps("resident", resident, steps))
+            turns[-1] |= _time_steps("offloaded", offloaded, steps)
+        del turns[0]
+        description = describe()
+        update_seconds = statistics.median(describe_resident()["update_seconds"])
+    transfers = description["transfers"]
+    moved_seconds = statistics.median(
+        max(step["reading_seconds"], step["writing_seconds"]) for step in transfers
+    )
+    moved_bytes = statistics.median(step["written_bytes"] for step in transfers)
+    state_bytes = 8 * description["num_parameters"]
+    rest_bytes = max(0, state_bytes - 3 * buffer_bytes)
+    rest_seconds = moved_seconds * rest_bytes / moved_bytes if moved_bytes else 0.0
+    for figures in turns:
+        compute = figures["resident_seconds"]
+        figures["ratio"] = figures["offloaded_seconds"] / max(compute, moved_seconds)
+        bound = compute - update_seconds + max(update_seconds, rest_seconds)
+        figures["ratio_of_bound"] = bound / max(compute, moved_seconds)
+    summary = {key: statistics.median(figures[key] for figures in turns) for key in turns[0]}
+    summary |= {
+        "update_seconds": update_seconds,
+        "transfer_seconds": moved_seconds,
+        "waiting_seconds": statistics.median(step["waiting_seconds"] for step in transfers),
+        "written_bytes": moved_bytes,
+        "state_bytes": state_bytes,
+    }
+    return {"turns": turns, "summary": summary}
+
+
+def _time_steps(name: str, run_step: Callable[[int], float], steps: range) -> dict[str, float]:
+    """Return the median step, and the mean of what its threads computed and waited for a core."""
+    seconds = []
+    for step in steps:
+        if step == steps[1]:
+            before = _read_threads()
+        start_seconds = time.perf_counter()
+        run_step(step)
+        seconds.append(time.perf_counter() - start_seconds)
+    used = _read_threads()
+    return {f"{name}_seconds": statistics.median(seconds[1:])} | {
+        f"{name}_{key}_seconds": (used[key] - before[key]) / (_NUM_STEPS - 1) for key in used
+    }
+
+
+def _read_threads() -> dict[str, float]:
+    """Return seconds of processor time, and of waiting for a core, of this and the stores' threads.
+
+    The kernel counts both in nanoseconds.
+    """
+    stores = [t.native_id for t in threading.enumerate() if t.name.startswith("offload-")]
+    used: dict[str, float] = {}
+    for name, threads in (("training", [threading.get_native_id()]), ("transfer", stores)):
+        stats = [Path(f"/proc/self/task/{thread}/schedstat").read_text() for thread in threads]
+        used[f"{name}_processor"] = sum(int(stat.split()[0]) for stat in stats) / 1e9
+        used[f"{name}_queueing"] = sum(int(stat.split()[1]) for stat in stats) / 1e9
+    return used
+
+
+if __name__ == "__main__":
+    main()
