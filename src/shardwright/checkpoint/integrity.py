@@ -18,7 +18,7 @@ from shardwright.checkpoint.manifest import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
     Manifest,
-    name_shard_file,
+    parse_shard_rank,
     read_manifest,
 )
 from shardwright.checkpoint.storage_path import (
@@ -208,17 +208,23 @@ def verify_checkpoint(
 def assign_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
     """Return the files that a rank hashes: each once, with balanced bytes.
 
-    A rank hashes the file that the same rank wrote. Under the same layout it loads from that file,
-    which it then has in memory.
+    A rank hashes the file that the same rank wrote; under the same layout it loads from that file,
+    which it then has in memory. Of another number of ranks it hashes those at the same place in the
+    order of ranks, because contiguous shards of more or fewer ranks are there.
     """
-    owners = {name_shard_file(owner): owner for owner in range(world_size)}
     loads = [0] * world_size
     names = []
-    for name, file in sorted(
+    files = sorted(
         manifest.files.items(),
-        key=lambda item: (item[0] not in owners, -item[1].size_bytes, item[0]),
-    ):
-        assigned_rank = owners.get(name, loads.index(min(loads)))
+        key=lambda item: (parse_shard_rank(item[0]) is None, -item[1].size_bytes, item[0]),
+    )
+    for name, file in files:
+        writer = parse_shard_rank(name)
+        assigned_rank = (
+            loads.index(min(loads))
+            if writer is None or writer >= manifest.world_size
+            else writer * world_size // manifest.world_size
+        )
         loads[assigned_rank] += file.size_bytes
         if assigned_rank == rank:
             names.append(name)

@@ -43,6 +43,7 @@ DTYPE_BYTES = {
 """Bytes per element of the supported dtypes, by safetensors' names."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})\.safetensors")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """Escape of half a surrogate pair; json.loads accepts one without its partner."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -51,6 +52,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def name_shard_file(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"shard-{rank:05d}.safetensors"
+
+
+def parse_shard_rank(name: str) -> int | None:
+    """Return the rank that wrote a file; None if the file is no shard of a rank."""
+    match = _SHARD_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)
