@@ -122,9 +122,6 @@ def send_request(action: str, request: Callable[[], _Result]) -> _Result:
 def read_range(file_system: Any, path: str, start: int, end: int, shown: object) -> bytes:
     """Return the bytes from `start` to before `end` of a file; fewer if the file ends earlier.
 
-    From S3 a thread that calls this reads from a connection of its own. s3fs would pass the bytes
-    of all threads through the one thread of its event loop.
-
     Args:
         shown: the file, for warnings.
 
@@ -141,22 +138,32 @@ def read_range(file_system: Any, path: str, start: int, end: int, shown: object)
 
 
 def _read_s3_range(file_system: Any, path: str, byte_range: str) -> bytes:
+    bucket, key, version = file_system.split_path(path)
+    options = {} if version is None else {"VersionId": version}
+    answer = call_s3(file_system, "get_object", Bucket=bucket, Key=key, Range=byte_range, **options)
+    with closing(answer["Body"]) as body:
+        return bytes(body.read())
+
+
+def call_s3(file_system: Any, method: str, **options: Any) -> Any:
+    """Call a method of S3's client once, over a connection of this thread's own.
+
+    s3fs would pass the bytes of all threads through the one thread of its event loop.
+
+    Args:
+        options: arguments of the method; those that the file system adds to all are added.
+    """
     from botocore.exceptions import ClientError
     from s3fs.errors import translate_boto_error
 
-    bucket, key, version = file_system.split_path(path)
-    options = file_system.s3_additional_kwargs | file_system.req_kw
-    if version is not None:
-        options["VersionId"] = version
     client = _get_s3_client(file_system)
-    accepted = client.meta.service_model.operation_model("GetObject").input_shape.members
-    options = {name: value for name, value in options.items() if name in accepted}
+    operation = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method])
+    added = file_system.s3_additional_kwargs | file_system.req_kw
+    accepted = {name: added[name] for name in added if name in operation.input_shape.members}
     try:
-        answer = client.get_object(Bucket=bucket, Key=key, Range=byte_range, **options)
+        return getattr(client, method)(**accepted | options)
     except ClientError as error:
         raise translate_boto_error(error) from error
-    with closing(answer["Body"]) as body:
-        return bytes(body.read())
 
 
 def _get_s3_client(file_system: Any) -> Any:
