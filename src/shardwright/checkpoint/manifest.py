@@ -43,7 +43,6 @@ DTYPE_BYTES = {
 """Bytes per element of the supported dtypes, by safetensors' names."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
-_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})\.safetensors")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """Escape of half a surrogate pair; json.loads accepts one without its partner."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -52,12 +51,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def name_shard_file(rank: int) -> str:
     """Return the name of the file that a rank writes."""
     return f"shard-{rank:05d}.safetensors"
-
-
-def parse_shard_rank(name: str) -> int | None:
-    """Return the rank that wrote a file; None if the file is no shard of a rank."""
-    match = _SHARD_NAME.fullmatch(name)
-    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)
@@ -162,11 +155,14 @@ def read_manifest_text(folder: StoragePath) -> bytes:
     Raises:
         CheckpointError: the manifest is missing, too large, a link, or damaged.
     """
-    if not (folder / MANIFEST_NAME).is_file():
+    try:
+        text = read_small_file(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    except CheckpointError:
+        if (folder / MANIFEST_NAME).is_file():
+            raise
         raise CheckpointError(
             "no manifest: not a checkpoint, or an unfinished save", field=str(folder)
-        )
-    text = read_small_file(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        ) from None
     expected = read_small_file(folder / MANIFEST_HASH_NAME, 200).split()[:1]
     if expected != [hashlib.sha256(text).hexdigest().encode()]:
         raise CheckpointError(

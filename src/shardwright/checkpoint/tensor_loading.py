@@ -38,7 +38,7 @@ from shardwright.checkpoint.local_tensors import (
     ParameterShard,
     describe_local_tensor,
 )
-from shardwright.checkpoint.manifest import Manifest, StoredSlice
+from shardwright.checkpoint.manifest import VALUES_NAME, Manifest, StoredSlice
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.rank_verification import (
     list_candidates_on_all_ranks,
@@ -142,7 +142,9 @@ def read_values(
     result: dict[str, Any] = {"values": {}, "fault": None}
     if ranks.is_first:
         try:
-            result["values"] = read_values_file(checkpoint.path)
+            cache = checkpoint.cache
+            file = None if cache is None else cache.find(VALUES_NAME)
+            result["values"] = read_values_file(checkpoint.path, file)
         except CheckpointError as error:
             got = None if error.got is None else str(error.got)
             result["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
