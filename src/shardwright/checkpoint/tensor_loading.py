@@ -315,11 +315,12 @@ def _fill_tensors(local_tensors: Mapping[str, LocalTensor], checkpoint: Verified
             for read in _plan_reads(parts, files):
                 read.load()
             return
-        parts = list(parts)
+        remote_parts = list(parts)
+        names = {stored_slice.file for stored_slice, _, _ in remote_parts}
         with ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download") as pool:
             try:
-                _run_all(pool, files.open, {stored_slice.file for stored_slice, _, _ in parts})
-                _run_all(pool, load_group, group_reads(_plan_reads(parts, files)))
+                _run_all(pool, files.open, names)
+                _run_all(pool, load_group, group_reads(_plan_reads(remote_parts, files)))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
