@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,51 +37,71 @@ from shardwright.verification.rank_pool import RankPool
 
 BUCKET = "benchmark"
 CLIENTS = ("s3fs", "boto3")
-Transfers = dict[str, Callable[[str, Mapping[str, Any], bytes], None]]
 
 
-def upload_with_s3fs(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+@dataclass(frozen=True)
+class Sample:
+    """Tensors of this rank sharded by rows, blank ones sharded by columns, and the rows' bytes."""
+
+    rows: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    data: bytes
+
+
+Transfers = dict[str, Callable[[str, Sample], None]]
+
+
+def upload_with_s3fs(name: str, sample: Sample) -> None:
     """Upload this rank's bytes with s3fs."""
     path = f"{BUCKET}/{name}/{dist.get_rank()}"
-    get_s3fs().pipe_file(path, data, chunksize=BLOCK_BYTES, max_concurrency=NUM_PARALLEL_PARTS)
+    get_s3fs().pipe_file(
+        path, sample.data, chunksize=BLOCK_BYTES, max_concurrency=NUM_PARALLEL_PARTS
+    )
 
 
-def upload_with_boto3(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def upload_with_boto3(name: str, sample: Sample) -> None:
     """Upload this rank's bytes with boto3's transfer manager."""
     client, settings = get_boto3()
-    client.upload_fileobj(io.BytesIO(data), BUCKET, f"{name}/{dist.get_rank()}", Config=settings)
+    client.upload_fileobj(
+        io.BytesIO(sample.data), BUCKET, f"{name}/{dist.get_rank()}", Config=settings
+    )
 
 
-def save(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def save(name: str, sample: Sample) -> None:
     """Save a checkpoint."""
-    save_checkpoint(f"s3://{BUCKET}/{name}", 1, dict(tensors), {})
+    save_checkpoint(f"s3://{BUCKET}/{name}", 1, dict(sample.rows), {})
 
 
-def download_with_s3fs(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def download_with_s3fs(name: str, sample: Sample) -> None:
     """Download this rank's bytes with s3fs."""
     path = f"{BUCKET}/s3fs/{dist.get_rank()}"
     received = get_s3fs().cat_file(path, chunksize=BLOCK_BYTES, max_concurrency=NUM_PARALLEL_PARTS)
-    assert len(received) == len(data)
+    assert len(received) == len(sample.data)
 
 
-def download_with_boto3(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def download_with_boto3(name: str, sample: Sample) -> None:
     """Download this rank's bytes with boto3's transfer manager."""
     client, settings = get_boto3()
     received = io.BytesIO()
     client.download_fileobj(BUCKET, f"boto3/{dist.get_rank()}", received, Config=settings)
-    assert received.getbuffer().nbytes == len(data)
+    assert received.getbuffer().nbytes == len(sample.data)
 
 
-def load(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def load_newest(tensors: Mapping[str, Any]) -> None:
     """Load the newest checkpoint as a resumed run does: every byte is hashed."""
     newest = find_newest_checkpoint(f"s3://{BUCKET}/ours", should_cache=True)
     assert newest is not None
     load_checkpoint(newest, tensors)
 
 
-def load_resharded(name: str, tensors: Mapping[str, Any], data: bytes) -> None:
+def load(name: str, sample: Sample) -> None:
+    """Load the newest checkpoint into tensors of the layout that saved it."""
+    load_newest(sample.rows)
+
+
+def load_resharded(name: str, sample: Sample) -> None:
     """Load the same checkpoint into tensors sharded by columns."""
-    load(name, make_tensors(len(tensors), blank=True, dim=1), data)
+    load_newest(sample.columns)
 
 
 UPLOADS: Transfers = {"s3fs": upload_with_s3fs, "boto3": upload_with_boto3, "ours": save}
@@ -122,6 +143,7 @@ def measure_transfers(num_tensors: int, rounds: int) -> dict[str, dict[str, list
     torch.set_num_threads(1)
     tensors = make_tensors(num_tensors)
     data = b"".join(tensor.to_local().numpy().tobytes() for tensor in tensors.values())
+    sample = Sample(tensors, make_tensors(num_tensors, blank=True, dim=1), data)
     measured: dict[str, dict[str, list[float]]] = {}
     for direction, transfers in (("save", UPLOADS), ("load", DOWNLOADS)):
         names = list(transfers)
@@ -131,7 +153,7 @@ def measure_transfers(num_tensors: int, rounds: int) -> dict[str, dict[str, list
                 name = names[(place + number) % len(names)]
                 dist.barrier()
                 start_seconds = time.perf_counter()
-                transfers[name](name, tensors, data)
+                transfers[name](name, sample)
                 total = {"total": time.perf_counter() - start_seconds}
                 total = reduce_to_slowest(total)
                 if number:

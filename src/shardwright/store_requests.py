@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 from shardwright.masking import find_url_secrets, is_masked, mask_secrets
@@ -75,6 +77,10 @@ _PASSING_STATUSES = {408, 429}
 _BUGS = (TypeError, AttributeError, AssertionError, NameError, LookupError, MemoryError)
 """Errors that no store causes; they are not converted."""
 
+_S3_CLIENT_NAME = "_shardwright_client"
+"""Attribute of an S3 file system with our client for it."""
+_S3_CLIENT_LOCK = threading.Lock()
+
 _Result = TypeVar("_Result")
 
 
@@ -111,6 +117,87 @@ def send_request(action: str, request: Callable[[], _Result]) -> _Result:
             )
         time.sleep(delay_seconds)
     raise AssertionError("the last attempt returns or raises")
+
+
+def read_range(file_system: Any, path: str, start: int, end: int, shown: object) -> bytes:
+    """Return the bytes from `start` to before `end` of a file; fewer if the file ends earlier.
+
+    Args:
+        shown: the file, for warnings.
+
+    Raises:
+        OSError: as `send_request`.
+    """
+
+    def request() -> bytes:
+        if is_s3(file_system):
+            return _read_s3_range(file_system, path, f"bytes={start}-{end - 1}")
+        return bytes(file_system.cat_file(path, start=start, end=end))
+
+    return send_request(f"reading {shown}", request)
+
+
+def _read_s3_range(file_system: Any, path: str, byte_range: str) -> bytes:
+    bucket, key, version = file_system.split_path(path)
+    options = {} if version is None else {"VersionId": version}
+    answer = call_s3(file_system, "get_object", Bucket=bucket, Key=key, Range=byte_range, **options)
+    with closing(answer["Body"]) as body:
+        return bytes(body.read())
+
+
+def call_s3(file_system: Any, method: str, **options: Any) -> Any:
+    """Call a method of S3's client once, over a connection of this thread's own.
+
+    s3fs would pass the bytes of all threads through the one thread of its event loop.
+
+    Args:
+        options: arguments of the method; those that the file system adds to all are added.
+    """
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    client = _get_s3_client(file_system)
+    operation = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method])
+    added = file_system.s3_additional_kwargs | file_system.req_kw
+    accepted = {name: added[name] for name in added if name in operation.input_shape.members}
+    try:
+        return getattr(client, method)(**accepted | options)
+    except ClientError as error:
+        raise translate_boto_error(error) from error
+
+
+def _get_s3_client(file_system: Any) -> Any:
+    """Return botocore's own client with the settings of an S3 file system, one per process."""
+    with _S3_CLIENT_LOCK:
+        process, client = getattr(file_system, _S3_CLIENT_NAME, (0, None))
+        if process != os.getpid():  # a forked process must not share connections
+            client = _build_s3_client(file_system)
+            setattr(file_system, _S3_CLIENT_NAME, (os.getpid(), client))
+    return client
+
+
+def _build_s3_client(file_system: Any) -> Any:
+    from aiobotocore.config import AioConfig
+    from botocore import UNSIGNED
+    from botocore.session import Session
+
+    credentials = {
+        "aws_access_key_id": file_system.key,
+        "aws_secret_access_key": file_system.secret,
+        "aws_session_token": file_system.token,
+    }
+    options = {
+        "use_ssl": file_system.use_ssl,
+        "endpoint_url": file_system.endpoint_url,
+        **credentials,
+        **file_system.client_kwargs,
+    }
+    settings = dict(file_system.config_kwargs)
+    if file_system.anon:
+        options = {name: value for name, value in options.items() if name not in credentials}
+        settings["signature_version"] = UNSIGNED
+    session = Session(**file_system.kwargs)
+    return session.create_client("s3", config=AioConfig(**settings), **options)
 
 
 def compute_delay(attempt: int) -> float:

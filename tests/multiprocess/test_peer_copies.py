@@ -24,7 +24,7 @@ from tests.multiprocess.test_checkpoint_layouts import (
     read_local_bytes,
 )
 
-NODES = {2: ("a", "b"), 3: ("a", "a", "a"), 4: ("a", "a", "b", "b")}
+NODES = {2: (0, 1), 3: (0, 0, 0), 4: (0, 0, 1, 1)}
 
 
 def build_copier(memory: PeerMemory) -> PeerCopier:

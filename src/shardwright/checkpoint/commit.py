@@ -24,7 +24,7 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,9 @@ def check_store(root: StoragePath) -> None:
 
 def read_pointer(root: StoragePath, pointer: str) -> StepFolder | None:
     """Return the folder that a pointer names, existing or not; None if it is invalid."""
-    if not (root / pointer).is_file():
+    if isinstance(root, Path) and not (root / pointer).is_file():
         return None
-    try:
+    try:  # an object is looked up when it is opened
         name = read_small_file(root / pointer, 100).decode("utf-8", errors="replace").strip()
     except CheckpointError:
         return None
@@ -148,13 +148,17 @@ def read_pointer(root: StoragePath, pointer: str) -> StepFolder | None:
 
 
 def list_step_folders_by_trust(root: StoragePath) -> list[StepFolder]:
-    """Return folders in the order to try: `latest`, older ones (newest first), later ones.
+    """Return folders in the order to try; see `sort_by_trust`."""
+    return sort_by_trust(list_step_folders(root), read_pointer(root, LATEST_NAME))
+
+
+def sort_by_trust(folders: Sequence[StepFolder], latest: StepFolder | None) -> list[StepFolder]:
+    """Sort folders in the order to try: `latest`, older ones (newest first), later ones.
 
     Folders later than `latest` come from saves interrupted before their last operation, or were
     abandoned by a rollback.
     """
-    folders = list_step_folders(root)[::-1]
-    latest = read_pointer(root, LATEST_NAME)
+    folders = sorted(folders, reverse=True)
     if latest is None:
         return folders
     return [f for f in folders if f <= latest] + [f for f in folders if f > latest]

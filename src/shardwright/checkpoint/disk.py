@@ -289,13 +289,16 @@ def list_sizes(folder: StoragePath) -> dict[str, int | None]:
         }
 
 
-def read_small_file(path: StoragePath, limit_bytes: int) -> bytes:
+def read_small_file(path: StoragePath, limit_bytes: int, file: ReadableFile | None = None) -> bytes:
     """Read a regular file of at most `limit_bytes`.
+
+    Args:
+        file: the open file; by default it is opened.
 
     Raises:
         CheckpointError: the file is larger, a link, or cannot be read.
     """
-    with open_regular_file(path) as file:
+    with file or open_regular_file(path) as file:
         if file.size_bytes > limit_bytes:
             allowed = f"{limit_bytes} bytes"
             raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 from shardwright.checkpoint.commit import (
     LATEST_NAME,
     StepFolder,
-    list_step_folders_by_trust,
+    list_step_folders,
     read_pointer,
+    sort_by_trust,
 )
 from shardwright.checkpoint.disk import hash_file, list_sizes
 from shardwright.checkpoint.header import read_header
@@ -18,7 +20,6 @@ from shardwright.checkpoint.manifest import (
     MANIFEST_HASH_NAME,
     MANIFEST_NAME,
     Manifest,
-    name_shard_file,
     read_manifest,
 )
 from shardwright.checkpoint.storage_path import (
@@ -28,6 +29,9 @@ from shardwright.checkpoint.storage_path import (
     StoragePath,
 )
 from shardwright.errors import CheckpointError
+
+_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})\.safetensors")
+"""Names by `name_shard_file`."""
 
 
 @dataclass(frozen=True)
@@ -206,29 +210,26 @@ def verify_checkpoint(
 
 
 def assign_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank hashes: each once, with balanced bytes.
+    """Return the files that a rank hashes. Each has one rank.
 
-    A rank hashes the file that the same rank wrote. Under the same layout it loads from that file,
-    which it then has in memory.
+    A rank hashes the file that the same rank wrote; under the same layout it loads from that file,
+    which it then has in memory. Of another number of ranks it hashes those at the same place in the
+    order of ranks, because contiguous shards of more or fewer ranks are there. The first rank
+    hashes the other files, of which it reads the values.
     """
-    owners = {name_shard_file(owner): owner for owner in range(world_size)}
-    loads = [0] * world_size
-    names = []
-    for name, file in sorted(
-        manifest.files.items(),
-        key=lambda item: (item[0] not in owners, -item[1].size_bytes, item[0]),
-    ):
-        assigned_rank = owners.get(name, loads.index(min(loads)))
-        loads[assigned_rank] += file.size_bytes
-        if assigned_rank == rank:
-            names.append(name)
-    return names
+
+    def choose_rank(name: str) -> int:
+        match = _SHARD_NAME.fullmatch(name)
+        writer = 0 if match is None else int(match[1])
+        return writer * world_size // manifest.world_size if writer < manifest.world_size else 0
+
+    return [name for name in sorted(manifest.files) if choose_rank(name) == rank]
 
 
 def list_candidates(root: StoragePath) -> tuple[list[StoragePath], list[RefusedCheckpoint]]:
     """Return folders in the order to try, and `latest` if its folder does not exist."""
-    folders = list_step_folders_by_trust(root)
     latest = read_pointer(root, LATEST_NAME)
+    folders = sort_by_trust(list_step_folders(root), latest)
     lost = (
         []
         if latest is None or latest in folders

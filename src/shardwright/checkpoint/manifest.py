@@ -155,11 +155,14 @@ def read_manifest_text(folder: StoragePath) -> bytes:
     Raises:
         CheckpointError: the manifest is missing, too large, a link, or damaged.
     """
-    if not (folder / MANIFEST_NAME).is_file():
+    try:
+        text = read_small_file(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    except CheckpointError:
+        if (folder / MANIFEST_NAME).is_file():
+            raise
         raise CheckpointError(
             "no manifest: not a checkpoint, or an unfinished save", field=str(folder)
-        )
-    text = read_small_file(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        ) from None
     expected = read_small_file(folder / MANIFEST_HASH_NAME, 200).split()[:1]
     if expected != [hashlib.sha256(text).hexdigest().encode()]:
         raise CheckpointError(

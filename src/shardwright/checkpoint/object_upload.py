@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from shardwright.checkpoint.storage_path import BLOCK_BYTES, RemotePath
-from shardwright.store_requests import has_buckets, is_s3, raise_converted, send_request
+from shardwright.store_requests import call_s3, has_buckets, is_s3, raise_converted, send_request
 
 NUM_PARALLEL_PARTS = 8
 """Parts of one object that are uploaded at the same time; each occupies host memory."""
@@ -100,7 +100,7 @@ class _S3Parts:
     def _call(self, method: str, **options: Any) -> Any:
         return send_request(
             f"writing {self._path}",
-            lambda: self._path.file_system.call_s3(method, **self._target, **options),
+            lambda: call_s3(self._path.file_system, method, **self._target, **options),
         )
 
     def send(self, data: bytearray) -> None:
@@ -112,7 +112,7 @@ class _S3Parts:
         self._pending.append(self._pool.submit(self._upload_part, number, data))
 
     def _upload_part(self, number: int, data: bytearray) -> dict[str, Any]:
-        response = self._call("upload_part", PartNumber=number, Body=bytes(data))
+        response = self._call("upload_part", PartNumber=number, Body=data)
         return {"PartNumber": number, "ETag": response["ETag"]}
 
     def publish(self) -> None:

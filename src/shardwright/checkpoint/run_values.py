@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shardwright.checkpoint.disk import read_small_file
 from shardwright.checkpoint.manifest import MAX_VALUES_BYTES, VALUES_NAME, parse_json
-from shardwright.checkpoint.storage_path import StoragePath
+from shardwright.checkpoint.storage_path import ReadableFile, StoragePath
 from shardwright.config.adapter_section import AdapterKind, QuantizeKind
 from shardwright.errors import CheckpointError
 
@@ -120,15 +120,17 @@ class RunValues(_RunValuesPart):
     optimizer: OptimizerValues
 
 
-def read_values_file(folder: StoragePath) -> dict[str, Any]:
+def read_values_file(folder: StoragePath, file: ReadableFile | None = None) -> dict[str, Any]:
     """Read `values.json` as a JSON object of bounded depth, without checking its fields.
+
+    Args:
+        file: the open file; by default it is opened.
 
     Raises:
         CheckpointError: it cannot be read, is not an object or is nested too deeply.
     """
-    content = parse_json(
-        read_small_file(folder / VALUES_NAME, MAX_VALUES_BYTES), folder / VALUES_NAME
-    )
+    path = folder / VALUES_NAME
+    content = parse_json(read_small_file(path, MAX_VALUES_BYTES, file), path)
     if not isinstance(content, dict):
         raise _build_field_error(folder, "", got=_shorten_value(content), allowed="an object")
     level: list[Any] = [content]

@@ -14,18 +14,25 @@ from typing import Any, TypeAlias
 
 from shardwright.errors import CheckpointError
 from shardwright.masking import mask_secrets
-from shardwright.store_requests import open_file_system, send_request
+from shardwright.store_requests import open_file_system, read_range, send_request
 
 BLOCK_BYTES = 16 * 1024**2
 """Size of one write, read or hash update; the cost of its system call is negligible."""
+REQUEST_BYTES = 8 * 1024**2
+"""Largest range of an object that is fetched by one request; hashing begins with the first one."""
 NUM_PARALLEL_READS = 8
-"""Blocks of an object, or ranges, that are fetched at the same time; each takes host memory."""
+"""Ranges of objects that are fetched at the same time; each takes host memory."""
+SHORT_RUN_BYTES = 64 * 1024
+"""Shorter runs are read with the bytes between them, which takes less time than another read. An
+object store sends as many bytes in less than a millisecond; a request takes several."""
 
 
 class ReadableFile(ABC):
     """File open for reading; a context manager."""
 
     size_bytes: int
+    request_bytes: int | None = None
+    """Largest read, if each is a request to a store, so that neighbours are read together."""
 
     @abstractmethod
     def read_into(self, position: int, data: memoryview) -> int:
@@ -175,40 +182,38 @@ StoragePath: TypeAlias = Path | RemotePath
 class _RemoteFile(ReadableFile):
     """Object that is read by byte ranges: a request for each block."""
 
+    request_bytes = REQUEST_BYTES
+
     def __init__(self, path: RemotePath, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._path = path
 
     def read_into(self, position: int, data: memoryview) -> int:
-        end = min(position + min(len(data), BLOCK_BYTES), self.size_bytes)
+        end = min(position + min(len(data), REQUEST_BYTES), self.size_bytes)
         block = self._fetch(position, end) if end > position else b""
         data[: len(block)] = block
         return len(block)
 
     def iterate_blocks(self) -> Iterator[bytes | memoryview]:
         """Yield all bytes in order; the next blocks are on their way meanwhile."""
-        starts = iter(range(0, self.size_bytes, BLOCK_BYTES))
+        starts = iter(range(0, self.size_bytes, REQUEST_BYTES))
         pool = ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download")
         try:
             pending = deque(
-                pool.submit(self._fetch, start, min(start + BLOCK_BYTES, self.size_bytes))
+                pool.submit(self._fetch, start, min(start + REQUEST_BYTES, self.size_bytes))
                 for start in islice(starts, NUM_PARALLEL_READS)
             )
             while pending:
                 block = pending.popleft().result()
                 if (start := next(starts, None)) is not None:
-                    end = min(start + BLOCK_BYTES, self.size_bytes)
+                    end = min(start + REQUEST_BYTES, self.size_bytes)
                     pending.append(pool.submit(self._fetch, start, end))
                 yield block
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, start: int, end: int) -> bytes:
-        path = self._path
-        return send_request(
-            f"reading {path}",
-            lambda: bytes(path.file_system.cat_file(path.path, start=start, end=end)),
-        )
+        return read_range(self._path.file_system, self._path.path, start, end, self._path)
 
     def close(self) -> None:
         """Do nothing: each request has its own connection."""
@@ -220,13 +225,13 @@ class CachedFile(ReadableFile):
     def __init__(self, blocks: Sequence[bytes]) -> None:
         """
         Args:
-            blocks: All bytes, in blocks of `BLOCK_BYTES` of which only the last may be shorter.
+            blocks: All bytes, in blocks of `REQUEST_BYTES` of which only the last may be shorter.
         """
         self.size_bytes = sum(map(len, blocks))
         self._blocks = blocks
 
     def read_into(self, position: int, data: memoryview) -> int:
-        index, offset = divmod(position, BLOCK_BYTES)
+        index, offset = divmod(position, REQUEST_BYTES)
         if index >= len(self._blocks):
             return 0
         block = memoryview(self._blocks[index])[offset : offset + len(data)]

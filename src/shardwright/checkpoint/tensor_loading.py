@@ -7,18 +7,24 @@ checkpoint is intact and matches.
 from __future__ import annotations
 
 import logging
-import math
 import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwright.checkpoint.box_reading import (
+    DTYPES,
+    BoxRead,
+    group_reads,
+    load_group,
+    plan_reads,
+    view_box,
+)
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.header import HeaderEntry, read_header
@@ -28,12 +34,11 @@ from shardwright.checkpoint.integrity import (
     VerifiedCheckpoint,
 )
 from shardwright.checkpoint.local_tensors import (
-    DTYPE_NAMES,
     LocalTensor,
     ParameterShard,
     describe_local_tensor,
 )
-from shardwright.checkpoint.manifest import DTYPE_BYTES, Manifest
+from shardwright.checkpoint.manifest import VALUES_NAME, Manifest, StoredSlice
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.rank_verification import (
     list_candidates_on_all_ranks,
@@ -41,7 +46,6 @@ from shardwright.checkpoint.rank_verification import (
 )
 from shardwright.checkpoint.run_values import RunValues, parse_values, read_values_file
 from shardwright.checkpoint.storage_path import (
-    BLOCK_BYTES,
     NUM_PARALLEL_READS,
     ReadableFile,
     StoragePath,
@@ -52,10 +56,9 @@ from shardwright.hardware.host_memory import read_available_memory
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_SHOWN_DIFFERENCES = 20
-_SHORT_RUN_BYTES = 64 * 1024
-"""Shorter runs are read with the bytes between them: each read loads at least a page anyway."""
+
+_Item = TypeVar("_Item")
 
 
 def find_newest_checkpoint(
@@ -139,7 +142,9 @@ def read_values(
     result: dict[str, Any] = {"values": {}, "fault": None}
     if ranks.is_first:
         try:
-            result["values"] = read_values_file(checkpoint.path)
+            cache = checkpoint.cache
+            file = None if cache is None else cache.find(VALUES_NAME)
+            result["values"] = read_values_file(checkpoint.path, file)
         except CheckpointError as error:
             got = None if error.got is None else str(error.got)
             result["fault"] = [error.problem, error.field, got, error.allowed, error.remedy]
@@ -195,8 +200,7 @@ def load_checkpoint(
     local_tensors = _match_tensors(ranks, verified, tensors)
     fault = None
     try:
-        with _OpenFiles(verified) as files:
-            _fill_tensors(local_tensors, verified, files)
+        _fill_tensors(local_tensors, verified)
     except (ShardwrightError, OSError, RuntimeError) as error:
         fault = str(error)
     if verified.cache is not None:
@@ -221,9 +225,8 @@ def read_tensor(checkpoint: VerifiedCheckpoint, name: str) -> torch.Tensor:
         CheckpointError: a file became unreadable after it was hashed.
     """
     entry = checkpoint.manifest.tensors[name]
-    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
-    with _OpenFiles(checkpoint) as files:
-        _fill_tensor(describe_local_tensor(name, tensor), name, checkpoint.manifest, files)
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    _fill_tensors({name: describe_local_tensor(name, tensor)}, checkpoint)
     return tensor
 
 
@@ -271,12 +274,11 @@ def _match_tensors(
 
 
 class _OpenFiles:
-    """Files of a checkpoint; each is opened and its header read at first use, by any thread."""
+    """Files of a checkpoint; each is opened and its header read at first use."""
 
     def __init__(self, checkpoint: VerifiedCheckpoint) -> None:
         self._folder = checkpoint.path
         self._cache = checkpoint.cache
-        self._opening = threading.Lock()
         self._open: dict[str, tuple[ReadableFile, dict[str, HeaderEntry]]] = {}
 
     def __enter__(self) -> _OpenFiles:
@@ -286,117 +288,68 @@ class _OpenFiles:
         for opened, _entries in self._open.values():
             opened.close()
 
+    def open(self, file: str) -> None:
+        """Open a file and read its header. Threads may open different files."""
+        path = self._folder / file
+        cache = None if self._cache is None else self._cache.find(file)
+        with ExitStack() as opening:
+            opened = opening.enter_context(cache or open_regular_file(path))
+            self._open[file] = (opened, read_header(path, opened))
+            opening.pop_all()  # it stays open
+
     def find(self, file: str, key: str) -> tuple[ReadableFile, HeaderEntry]:
         """Return the open file and the header entry of a slice."""
-        with self._opening:
-            if file not in self._open:
-                path = self._folder / file
-                cache = None if self._cache is None else self._cache.find(file)
-                with ExitStack() as opening:
-                    opened = opening.enter_context(cache or open_regular_file(path))
-                    self._open[file] = (opened, read_header(path, opened))
-                    opening.pop_all()  # it stays open
+        if file not in self._open:
+            self.open(file)
         opened, entries = self._open[file]
         if key not in entries:
             raise CheckpointError(f"{file} no longer contains {key}", field=str(self._folder))
         return opened, entries[key]
 
 
-def _fill_tensors(
-    local_tensors: Mapping[str, LocalTensor], checkpoint: VerifiedCheckpoint, files: _OpenFiles
+def _fill_tensors(local_tensors: Mapping[str, LocalTensor], checkpoint: VerifiedCheckpoint) -> None:
+    """Fill all tensors; from an object store by several requests at the same time."""
+    parts = _list_parts(local_tensors, checkpoint.manifest)
+    with _OpenFiles(checkpoint) as files:
+        if isinstance(checkpoint.path, Path):
+            for read in _plan_reads(parts, files):
+                read.load()
+            return
+        remote_parts = list(parts)
+        names = {stored_slice.file for stored_slice, _, _ in remote_parts}
+        with ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download") as pool:
+            try:
+                _run_all(pool, files.open, names)
+                _run_all(pool, load_group, group_reads(_plan_reads(remote_parts, files)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _run_all(
+    pool: ThreadPoolExecutor, call: Callable[[_Item], None], items: Iterable[_Item]
 ) -> None:
-    """Fill all tensors; of an object store several at the same time, because a request waits."""
-
-    def fill(item: tuple[str, LocalTensor]) -> None:
-        name, tensor = item
-        with torch.no_grad():  # holds for one thread
-            _fill_tensor(tensor, name, checkpoint.manifest, files)
-
-    if isinstance(checkpoint.path, Path):
-        for item in local_tensors.items():
-            fill(item)
-        return
-    with ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download") as pool:
-        try:
-            for _ in pool.map(fill, local_tensors.items()):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    """Call a function with each item in the pool; raise the first error."""
+    for _ in pool.map(call, items):
+        pass
 
 
-def _fill_tensor(
-    local_tensor: LocalTensor, name: str, manifest: Manifest, files: _OpenFiles
-) -> None:
-    """Copy every stored slice into the local slices that overlap it."""
-    for local_slice in local_tensor.slices:
-        for stored_slice in manifest.tensors[name].slices:
-            shared = local_slice.box.intersect(stored_slice.box)
-            if shared is not None:
-                file, stored = files.find(stored_slice.file, stored_slice.key)
-                target = view_box(local_slice.values, shared.rebase(local_slice.box))
-                read_box(
-                    file, stored, stored_slice.box.lengths, shared.rebase(stored_slice.box), target
-                )
+def _list_parts(
+    local_tensors: Mapping[str, LocalTensor], manifest: Manifest
+) -> Iterator[tuple[StoredSlice, Box, torch.Tensor]]:
+    """Yield every stored slice that local slices overlap, the part needed, and where it goes."""
+    for name, local_tensor in local_tensors.items():
+        for local_slice in local_tensor.slices:
+            for stored_slice in manifest.tensors[name].slices:
+                shared = local_slice.box.intersect(stored_slice.box)
+                if shared is not None:
+                    target = view_box(local_slice.values, shared.rebase(local_slice.box))
+                    yield stored_slice, shared.rebase(stored_slice.box), target
 
 
-def view_box(values: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the view of a tensor in `box`, whose offsets are relative to the tensor."""
-    for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-        values = values.narrow(dim, start, length)
-    return values
-
-
-def read_box(
-    file: ReadableFile, stored: HeaderEntry, shape: tuple[int, ...], box: Box, target: torch.Tensor
-) -> None:
-    """Read part `box` of a stored slice of `shape` into `target`.
-
-    A contiguous run of bytes is read directly into host memory. Otherwise, if the span from the
-    first to the last needed byte fits a block and its runs are too short for a system call
-    each, the span is read and indexed by strides; else the box is halved.
-    """
-    item = DTYPE_BYTES[stored.dtype]
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    span_bytes = item * (
-        1 + sum((length - 1) * stride for length, stride in zip(box.lengths, strides, strict=True))
-    )
-    is_run = span_bytes == item * box.num_elements
-    position = stored.start_byte + item * start
-    if is_run and target.device.type == "cpu" and target.is_contiguous():
-        _read_into(file, position, target.view(-1).view(torch.uint8))
-    elif span_bytes <= BLOCK_BYTES and (
-        is_run or item * _count_run_elements(shape, box) < _SHORT_RUN_BYTES
-    ):
-        staged = torch.empty(span_bytes, dtype=torch.uint8)
-        _read_into(file, position, staged)
-        target.copy_(staged.view(_DTYPES[stored.dtype]).as_strided(box.lengths, strides))
-    else:
-        dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
-        half = box.lengths[dim] // 2
-        for begin, length in ((0, half), (half, box.lengths[dim] - half)):
-            offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
-            lengths = tuple(length if d == dim else full for d, full in enumerate(box.lengths))
-            read_box(file, stored, shape, Box(offsets, lengths), target.narrow(dim, begin, length))
-
-
-def _count_run_elements(shape: tuple[int, ...], box: Box) -> int:
-    """Return how many elements of the box are contiguous in the file."""
-    run = 1
-    for length, size in zip(reversed(box.lengths), reversed(shape), strict=True):
-        run *= length
-        if length != size:
-            break
-    return run
-
-
-def _read_into(file: ReadableFile, position: int, data_N: torch.Tensor) -> None:
-    """Fill a host tensor of bytes from a file, starting at byte `position`."""
-    view = data_N.numpy().data
-    while view:
-        count = file.read_into(position, view)
-        if count == 0:
-            raise CheckpointError("a file ended early: it was changed after it was hashed")
-        view = view[count:]
-        position += count
+def _plan_reads(
+    parts: Iterable[tuple[StoredSlice, Box, torch.Tensor]], files: _OpenFiles
+) -> Iterator[BoxRead]:
+    for stored_slice, box, target in parts:
+        file, stored = files.find(stored_slice.file, stored_slice.key)
+        yield from plan_reads(file, stored, stored_slice.box.lengths, box, target)

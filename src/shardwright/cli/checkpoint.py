@@ -30,7 +30,7 @@ from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.console import open_console
 from shardwright.cli.output.json_output import print_json
-from shardwright.cli.output.text_streams import escape_control_characters
+from shardwright.control_characters import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
 from shardwright.units import format_bytes, format_count, format_seconds
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import typer
 
 from shardwright.cli.output.json_output import print_json
-from shardwright.cli.output.text_streams import escape_control_characters, escape_unencodable
+from shardwright.cli.output.text_streams import escape_unencodable
 from shardwright.cli.verbs import VERBS, load_command
+from shardwright.control_characters import escape_control_characters
 from shardwright.errors import ExitCode, InputError, ShardwrightError
 from shardwright.masking import mask_secrets
 from shardwright.version import __version__

@@ -28,8 +28,8 @@ from shardwright.files import open_regular_file, read_text
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0
-"""Age after which a lock of another machine is stale. On this machine its process is looked
-up."""
+"""Age after which a lock of another machine or container is stale. In this one its process is
+looked up."""
 _SETTLED_SECONDS = 2.0
 _BLOCK_BYTES = 1 << 20
 
@@ -114,7 +114,7 @@ class _FolderLock:
     def __init__(self, path: Path, poll_seconds: float) -> None:
         self._path = path
         self._poll_seconds = poll_seconds
-        self.identity = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(4)}"
+        self.identity = f"{identify_machine()} {os.getpid()} {secrets.token_hex(4)}"
         self._is_acquired = False
         self._stop = threading.Event()
         self._heartbeat_thread = threading.Thread(target=self._run_heartbeat, daemon=True)
@@ -195,10 +195,26 @@ class _FolderLock:
                 os.utime(self._path)
 
 
+def identify_machine() -> str:
+    """Return a word that is the same for processes that can look each other up by number.
+
+    Containers of one image may have equal host names, and containers of one machine a process
+    number twice. On Linux the start of the kernel and the namespace of process numbers distinguish
+    them.
+    """
+    words = [socket.gethostname()]
+    with suppress(OSError):
+        words += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return "/".join(words)
+
+
 def _is_dead_process(identity: str) -> bool:
-    host, _, rest = identity.partition(" ")
+    machine, _, rest = identity.partition(" ")
     pid = rest.partition(" ")[0]
-    if host != socket.gethostname() or not pid.isdigit():
+    if machine != identify_machine() or not pid.isdigit():
         return False
     try:
         os.kill(int(pid), 0)

@@ -6,12 +6,13 @@ of rank 0 under srun. The store works without collectives, so ranks can report i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -30,6 +31,8 @@ _CONNECT_TIMEOUT_SECONDS = 3.0
 """Time-out of one connection attempt; attempts repeat until the time limit."""
 MAX_CLOCKS_SECONDS = 10.0
 """Time after which rank 0 stops answering clock requests of further ranks."""
+_WARN_LOOKUP_SECONDS = 0.05
+"""A lookup in a file or by a name server that answers takes less."""
 _WARN_CLOCK_SECONDS = 0.1
 _FAIL_CLOCK_SECONDS = 10.0
 """Limits of a clock's offset. 0.1 s confuses the order of events of several nodes.
@@ -68,6 +71,8 @@ class Rendezvous:
     watchdog_store: dist.Store
     endpoint: str
     seconds: float
+    lookup_seconds: float = 0.0
+    """Time on rank 0's node to look up the name of an address; measured by rank 0 only."""
 
     @property
     def world_size(self) -> int:
@@ -96,7 +101,7 @@ def wait_for_port(address: str, port: int, timeout_seconds: float) -> float:
     """Wait until the port accepts a connection; return the seconds.
 
     Raises:
-        NotMet: no connection in time: name unknown, port closed, or packets dropped.
+        RendezvousFailed: no connection in time: name unknown, port closed, or packets dropped.
     """
     start = time.monotonic()
     reason = ""
@@ -140,10 +145,11 @@ def join_rendezvous(ranks: RankEnvironment, timeout_seconds: float) -> Rendezvou
     """Join the rendezvous at MASTER_ADDR:MASTER_PORT; all ranks get the same list of ranks.
 
     Raises:
-        NotMet: rank 0 cannot be reached, the port is in use, or ranks are missing.
+        RendezvousFailed: rank 0 cannot be reached, the port is in use, or ranks are missing.
     """
-    start = time.monotonic()
     address = os.environ["MASTER_ADDR"]
+    lookup_seconds = measure_name_lookup(address) if ranks.rank == 0 else 0.0
+    start = time.monotonic()
     port = int(os.environ["MASTER_PORT"])
     endpoint = f"{address}:{port}"
     is_store_host = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -167,10 +173,38 @@ def join_rendezvous(ranks: RankEnvironment, timeout_seconds: float) -> Rendezvou
         watchdog_store = connect(is_master=False)
     except dist.DistError as error:
         raise RendezvousFailed(_build_store_finding(endpoint, str(error))) from error
-    locations = _gather_locations(ranks, store, timeout_seconds, endpoint)
+    try:
+        locations = _gather_locations(ranks, store, timeout_seconds, endpoint)
+    except RendezvousFailed as error:
+        if lookup_seconds > _WARN_LOOKUP_SECONDS:
+            slow = judge_name_lookup(lookup_seconds, ranks.world_size)
+            remedy = f"{slow.value}. {slow.remedy}. {error.finding.remedy}"
+            error.finding = replace(error.finding, remedy=remedy)
+        raise
     return Rendezvous(
-        ranks.rank, locations, store, watchdog_store, endpoint, time.monotonic() - start
+        ranks.rank,
+        locations,
+        store,
+        watchdog_store,
+        endpoint,
+        time.monotonic() - start,
+        lookup_seconds,
     )
+
+
+def measure_name_lookup(address: str) -> float:
+    """Return the seconds to look up the name of an address; 0 if the address is unknown.
+
+    torch's store does so for every connection, one after the other, before it answers.
+    """
+    try:
+        peer = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][-1]
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            socket.getnameinfo(peer, 0)
+    except OSError:
+        return 0.0
+    return time.monotonic() - start
 
 
 def _build_store_finding(endpoint: str, message: str) -> Finding:
@@ -250,6 +284,8 @@ def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
     )
     numbers = {"seconds": rendezvous.seconds, "nodes": len(nodes)}
     findings = [Finding(SECTION, "rendezvous", "pass", value, numbers=numbers)]
+    if rendezvous.lookup_seconds > _WARN_LOOKUP_SECONDS:
+        findings.append(judge_name_lookup(rendezvous.lookup_seconds, rendezvous.world_size))
     sizes = {len(members) for members in nodes.values()}
     if len(sizes) > 1:
         value = "; ".join(
@@ -258,6 +294,20 @@ def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
         remedy = "Start equally many ranks on every node; otherwise groups span nodes unevenly"
         findings.append(Finding(SECTION, "ranks per node", "warn", value, remedy))
     return findings
+
+
+def judge_name_lookup(seconds: float, world_size: int) -> Finding:
+    """Warn about name lookups that delay the rendezvous of all ranks."""
+    return Finding(
+        SECTION,
+        "name lookup",
+        "warn",
+        f"rank 0's node takes {format_seconds(seconds)} to look up the name of its own address. "
+        f"torch looks up every rank's, one after the other: {world_size} times as long",
+        "Write the addresses of all nodes to /etc/hosts, or repair the name servers of "
+        "/etc/resolv.conf",
+        {"seconds": seconds},
+    )
 
 
 def judge_clocks(offsets: Mapping[int, ClockOffset], hosts: Mapping[int, str]) -> list[Finding]:

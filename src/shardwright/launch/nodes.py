@@ -66,6 +66,9 @@ class RunNode(ABC):
     """Machine on which up to `num_slots` ranks run."""
 
     name: str
+    """Host name, for messages: containers of several nodes may have the same."""
+    index: int
+    """Place among the nodes of the run; 0 is the launcher's."""
     num_slots: int
     is_lost: bool = False
     diagnosis: str | None = None
@@ -141,6 +144,7 @@ class LocalNode(RunNode):
 
     def __init__(self, num_slots: int = sys.maxsize) -> None:
         self.name = socket.gethostname()
+        self.index = 0
         self.num_slots = num_slots
         self._control: Path | None = None
 

@@ -13,11 +13,12 @@ from shardwright.errors import InputError
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """`rank` of `world_size` ranks, and `local_rank` on its node."""
+    """`rank` of `world_size` ranks, and `local_rank` on its node, the job's node `node`."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    node: int = 0
 
     @property
     def is_main_rank(self) -> bool:
@@ -28,24 +29,24 @@ class RankEnvironment:
 def detect_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Read this process's rank from the environment; None if no launcher started it.
 
-    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK; srun sets SLURM_PROCID, SLURM_NTASKS and
-    SLURM_LOCALID. A Slurm job of one task (a login shell in an allocation) counts as not
-    launched. Without MASTER_ADDR and MASTER_PORT, srun's ranks connect to the first node of their
-    step, and both variables are set for the process group.
+    torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and GROUP_RANK; srun sets SLURM_PROCID,
+    SLURM_NTASKS, SLURM_LOCALID and SLURM_NODEID. A Slurm job of one task (a login shell in an
+    allocation) counts as not launched. Without MASTER_ADDR and MASTER_PORT, srun's ranks connect
+    to the first node of their step, and both variables are set for the process group.
 
     >>> detect_rank_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    RankEnvironment(rank=1, world_size=2, local_rank=1)
+    RankEnvironment(rank=1, world_size=2, local_rank=1, node=0)
     >>> detect_rank_environment({}) is None
     True
     """
     source = os.environ if environment is None else environment
     for scheduler in SCHEDULERS:
         if scheduler.rank in source and scheduler.world_size in source:
-            local_rank = scheduler.local_rank
             ranks = RankEnvironment(
                 _parse_int(source, scheduler.rank),
                 _parse_int(source, scheduler.world_size),
-                _parse_int(source, local_rank) if local_rank in source else 0,
+                _parse_int(source, scheduler.local_rank) if scheduler.local_rank in source else 0,
+                _parse_int(source, scheduler.node) if scheduler.node in source else 0,
             )
             if scheduler is SLURM and ranks.world_size == 1:
                 return None

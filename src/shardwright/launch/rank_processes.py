@@ -115,8 +115,8 @@ class RankProcesses:
     def _assign_survivors(self, num_ranks: int) -> dict[int, int]:
         """Assign ranks of the next generation to surviving processes: rank -> former rank."""
         alive = {rank for rank, process in self._processes.items() if process.poll() is None}
-        names = [self._node_of_rank[rank].name for rank in range(self._num_ranks)]
-        staying = alive - choose_leaving_ranks(alive, len(alive) - num_ranks, names)
+        nodes = [self._node_of_rank[rank].index for rank in range(self._num_ranks)]
+        staying = alive - choose_leaving_ranks(alive, len(alive) - num_ranks, nodes)
         assigned = {rank: rank for rank in staying if rank < num_ranks}
         vacant = (rank for rank in range(num_ranks) if rank not in assigned)
         moving = sorted(rank for rank in staying if rank >= num_ranks)
@@ -168,6 +168,7 @@ class RankProcesses:
             } | {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(sorted(ranks_here).index(rank)),
+                "GROUP_RANK": str(process.node.index),
                 "WORLD_SIZE": str(num_ranks),
                 "LOCAL_WORLD_SIZE": str(len(ranks_here)),
                 "MASTER_ADDR": self.nodes.address,
@@ -303,7 +304,7 @@ class RankProcesses:
 
 
 def choose_leaving_ranks(
-    alive: Collection[int], num_leaving: int, nodes: Sequence[str]
+    alive: Collection[int], num_leaving: int, nodes: Sequence[int]
 ) -> set[int]:
     """Choose the processes that a smaller generation ends.
 
@@ -311,7 +312,7 @@ def choose_leaving_ranks(
     process leaves whose copy and whose held rank both stay, as long as there are some; then no
     state is lost with its copy. Otherwise the last one leaves.
 
-    >>> choose_leaving_ranks({0, 1, 2}, 1, ["a"] * 4)  # rank 3 is lost, whose copy rank 0 has
+    >>> choose_leaving_ranks({0, 1, 2}, 1, [0] * 4)  # rank 3 is lost, whose copy rank 0 has
     {1}
 
     Args:

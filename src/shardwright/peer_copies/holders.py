@@ -8,20 +8,20 @@ from itertools import groupby
 from shardwright.errors import LayoutError
 
 
-def choose_holders(nodes: Sequence[str]) -> tuple[int, ...]:
+def choose_holders(nodes: Sequence[int]) -> tuple[int, ...]:
     """Choose for each rank the rank that keeps its copy; every rank keeps the copy of one other.
 
     The holder is on another node. On a single node it is another process. Ranks in the order of
     their nodes are shifted by the ranks of the largest node, so neighbours stay on neighbouring
     nodes, and ranks of equal nodes have holders with the same local rank.
 
-    >>> choose_holders(["a", "a", "b", "b"])
+    >>> choose_holders([0, 0, 1, 1])
     (2, 3, 0, 1)
-    >>> choose_holders(["a", "a", "a"])
+    >>> choose_holders([0, 0, 0])
     (1, 2, 0)
 
     Args:
-        nodes: Name of the node of each rank; at least two ranks.
+        nodes: Number of the node of each rank; at least two ranks.
 
     Raises:
         LayoutError: One node of several has more than half of the ranks, so that the others

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.checkpoint.box_reading import DTYPES, plan_reads, view_box
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.header import HeaderEntry
 from shardwright.checkpoint.local_tensors import (
-    DTYPE_NAMES,
     HostCopy,
     LocalTensor,
     ParameterShard,
@@ -22,7 +22,6 @@ from shardwright.checkpoint.local_tensors import (
 from shardwright.checkpoint.manifest import DTYPE_BYTES
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.storage_path import ReadableFile
-from shardwright.checkpoint.tensor_loading import read_box, view_box
 from shardwright.checkpoint.tensor_saving import merge_into, merge_values
 from shardwright.errors import CheckpointError
 from shardwright.peer_copies.memory import CopiedBox, CopyId, PeerMemory, StateCopy
@@ -30,7 +29,6 @@ from shardwright.peer_copies.memory import CopiedBox, CopyId, PeerMemory, StateC
 _MESSAGE_BYTES = 16 * 1024**2
 """Size of the buffer for a message between two ranks; a larger box is sent in parts."""
 _ALIGNMENT_BYTES = 16
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_SHOWN_DIFFERENCES = 20
 
 
@@ -109,7 +107,7 @@ def read_copied_values(ranks: RankGroup, memory: PeerMemory, copy_id: CopyId) ->
 
 
 class _CopyFile(ReadableFile):
-    """Bytes of a copied tensor as a file, which `read_box` reads."""
+    """Bytes of a copied tensor as a file, which `plan_reads` takes."""
 
     def __init__(self, copy: HostCopy) -> None:
         self.size_bytes = copy.nbytes
@@ -308,7 +306,7 @@ def _unpack(message: _Message, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the parts of a message as views of its buffer."""
     for (delivery, box), start in zip(message, _locate_parts(message), strict=False):
         size = DTYPE_BYTES[delivery.source.dtype] * box.num_elements
-        dtype = _DTYPES[delivery.source.dtype]
+        dtype = DTYPES[delivery.source.dtype]
         yield buffer[start : start + size].view(dtype).view(box.lengths)
 
 
@@ -324,7 +322,9 @@ def _read_part(copy: HostCopy, delivery: _Delivery, box: Box, target: torch.Tens
     """Copy `box` of a delivery's tensor from a copy into `target`."""
     source = delivery.source
     entry = HeaderEntry(source.dtype, source.box.lengths, 0, copy.nbytes)
-    read_box(_CopyFile(copy), entry, source.box.lengths, box.rebase(source.box), target)
+    part = box.rebase(source.box)
+    for read in plan_reads(_CopyFile(copy), entry, source.box.lengths, part, target):
+        read.load()
 
 
 def _view_target(

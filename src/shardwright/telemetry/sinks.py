@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Protocol, TextIO
 
+from shardwright.control_characters import escape_control_characters
 from shardwright.telemetry.event_log import (
     MEASUREMENT_TYPES,
     CheckpointEvent,
@@ -54,7 +55,14 @@ def format_loss(loss: float) -> str:
 
 
 def describe_event(event: Event, progress: RunProgress | None = None) -> str:
-    """Describe an event in one line, without its time; `progress` adds the time left."""
+    """Describe an event in one line, without its time; `progress` adds the time left.
+
+    Texts of a recipe, a checkpoint or a library may have control characters, which are escaped.
+    """
+    return escape_control_characters(_describe_event(event, progress))
+
+
+def _describe_event(event: Event, progress: RunProgress | None) -> str:
     match event:
         case RunStartedEvent():
             devices = _summarise_devices(event.devices)

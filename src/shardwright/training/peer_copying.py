@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ def build_peer_copier(context: RankContext) -> PeerCopier | None:
     if context.rank_environment.world_size == 1:
         context.log_warning("peer copies: one rank is left, which has no peer, so nothing is kept")
         return None
-    nodes = RankGroup(get_host_group()).all_gather(socket.gethostname())
+    nodes = RankGroup(get_host_group()).all_gather(context.rank_environment.node)
     holders = choose_holders(nodes)
     memory = get_process_memory()
     if len(set(nodes)) == 1 and memory.generation == 0:

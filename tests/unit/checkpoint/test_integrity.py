@@ -47,11 +47,18 @@ def test_a_rank_hashes_the_file_that_it_wrote() -> None:
     manifest = Manifest(1, 3, files, {})
     assigned = [assign_files(manifest, rank, 3) for rank in range(3)]
     assert assigned == [[SHARD, "values.json"], *([name] for name in list(sizes)[1:3])]
+
+
+def test_other_numbers_of_ranks_hash_the_files_that_they_load() -> None:
+    """With contiguous shards, two ranks of four load from two files each."""
+    shards = [f"shard-{rank:05d}.safetensors" for rank in range(4)]
+    strange = "shard-99999.safetensors"
+    files = {name: StoredFile(10, "") for name in [*shards, "values.json", strange]}
+    manifest = Manifest(1, 4, files, {})
     assigned = [assign_files(manifest, rank, 2) for rank in range(2)]
-    assert assigned == [
-        [SHARD, "shard-00002.safetensors"],
-        ["shard-00001.safetensors", "values.json"],
-    ]
+    assert assigned == [[*shards[:2], strange, "values.json"], shards[2:]]
+    assigned = [assign_files(manifest, rank, 8) for rank in range(8)]
+    assert [names[0] for names in assigned[::2]] == shards
 
 
 def rewrite_manifest(folder: Path, change: Callable[[Any], Any]) -> None:

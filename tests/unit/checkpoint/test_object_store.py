@@ -12,7 +12,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from shardwright.checkpoint import storage_path
 from shardwright.checkpoint.background_save import BackgroundSaver
+from shardwright.checkpoint.box_reading import BoxRead, load_group
 from shardwright.checkpoint.commit import (
     RetentionPolicy,
     has_saved,
@@ -21,13 +23,16 @@ from shardwright.checkpoint.commit import (
 )
 from shardwright.checkpoint.fence import acquire_fence
 from shardwright.checkpoint.integrity import verify_checkpoint
+from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import OBJECT_STORE_DISK, ObjectStoreDisk
-from shardwright.checkpoint.storage_path import RemotePath, parse_storage_path
+from shardwright.checkpoint.storage_path import CachedFile, RemotePath, parse_storage_path
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from shardwright.cli.main import run
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import ArchitectureError, CheckpointError, SaveFailed
+from shardwright.layout import ParameterBox
+from shardwright.store_requests import read_range
 from shardwright.training.run import train
 from tests.unit.checkpoint.conftest import make_tensors
 from tests.unit.checkpoint.sample_values import make_run_values
@@ -78,6 +83,48 @@ def test_saves_are_retained_pruned_and_read_back(root: RemotePath) -> None:
     save(5, retention=RetentionPolicy(1))
     assert list_names(root)[-1] == "step-00000005.1"
     assert verify_checkpoint(root / "step-00000005.1")[1] == []
+
+
+@pytest.mark.parametrize(("second_row", "num_requests"), [(20, 1), (700, 2)])
+@pytest.mark.usefixtures("root")
+def test_neighbouring_slices_are_one_request(
+    monkeypatch: pytest.MonkeyPatch, second_row: int, num_requests: int
+) -> None:
+    """A request reads gaps of at most 64 KiB."""
+    saved = {
+        "matrix": torch.arange(60_000, dtype=torch.float32).view(1000, 60),
+        "bias": torch.tensor(0.1, dtype=torch.float64),
+    }
+    save_checkpoint(URL, 1, saved, {})
+    newest = find_newest_checkpoint(URL)
+    assert newest is not None
+    requests = list[str]()
+
+    def read_counted(file_system: Any, path: str, *arguments: Any) -> bytes:
+        requests.append(path)
+        return read_range(file_system, path, *arguments)
+
+    monkeypatch.setattr(storage_path, "read_range", read_counted)
+    rows = torch.zeros(20, 30)
+    boxes = tuple(
+        ParameterBox(((local, 10), (0, 30)), ((row, 10), (25, 30)))
+        for local, row in ((0, 0), (10, second_row))
+    )
+    bias = torch.zeros((), dtype=torch.float64)
+    load_checkpoint(newest, {"matrix": ParameterShard(rows, (1000, 60), boxes), "bias": bias})
+    expected = saved["matrix"][:, 25:55]
+    assert torch.equal(rows, torch.cat([expected[:10], expected[second_row : second_row + 10]]))
+    assert torch.equal(bias, saved["bias"])
+    num_reads = sum(path.endswith(".safetensors") for path in requests)
+    assert num_reads == 2 + num_requests, "length of the header, header, slices"
+
+
+def test_a_tensor_may_begin_at_any_byte_of_a_request() -> None:
+    data_N = torch.arange(12, dtype=torch.uint8)
+    target = torch.zeros(2)
+    file = CachedFile([bytes(data_N)])
+    load_group([BoxRead(file, 1, 1, (1,), data_N[:1]), BoxRead(file, 3, 8, (1,), target)])
+    assert torch.equal(target, data_N[3:11].clone().view(torch.float32))
 
 
 def test_damage_is_found_and_the_previous_checkpoint_is_used(root: RemotePath) -> None:

@@ -121,7 +121,10 @@ def test_a_stale_lock_of_another_machine_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_cache, "STALE_SECONDS", 0.3)
-    (tmp_path / "key.lock").write_text("elsewhere 1 abcd")
+    # Containers of two nodes may have the same host name, and a process number means another one.
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {killed.pid} abcd")
     started = time.monotonic()
     build_once(tmp_path, "key", write_answer, poll_seconds=0.01)
     assert time.monotonic() - started > 0.25
@@ -135,7 +138,7 @@ def test_replacing_a_lock_removes_only_the_partial_folder_of_its_owner(tmp_path:
     """
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
-    (tmp_path / "key.lock").write_text(f"{socket.gethostname()} {killed.pid} dead")
+    (tmp_path / "key.lock").write_text(f"{data_cache.identify_machine()} {killed.pid} dead")
     for name in ("dead", "alive"):
         (tmp_path / f"key.{name}.partial").mkdir()
     build_once(tmp_path, "key", write_answer)

@@ -103,13 +103,16 @@ def test_a_rank_that_reaches_no_peer_ends_with_a_finding() -> None:
     assert any(each.section == "software" for each in diagnosis.findings)
 
 
-def test_missing_ranks_are_named(master_address: str) -> None:
+def test_missing_ranks_are_named(master_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getnameinfo", lambda peer, flags: time.sleep(0.1))
     request = ExaminationRequest(Layout(dp_shard=4, zero_stage=3), timeout_seconds=1.0)
     diagnosis = examine_rank(request, RankEnvironment(0, 4, 0), lambda diagnosis: None)
     assert diagnosis is not None
     (finding,) = [each for each in diagnosis.findings if each.verdict == "fail"]
     assert f"ranks 1-3 of 4 did not reach {master_address}" in finding.value
     assert finding.numbers["missing"] == [1, 2, 3]
+    assert "of its own address" in finding.remedy
+    assert "4 times as long. Write the addresses of all nodes to /etc/hosts" in finding.remedy
 
 
 def test_a_port_in_use_is_reported(master_address: str, port: int) -> None:

@@ -25,6 +25,7 @@ def follow_order(arguments: Sequence[str]) -> BaseException | None:
     names = (
         "RANK",
         "LOCAL_RANK",
+        "GROUP_RANK",
         "WORLD_SIZE",
         "MASTER_ADDR",
         "TORCHELASTIC_USE_AGENT_STORE",

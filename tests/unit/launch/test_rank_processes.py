@@ -102,7 +102,7 @@ def test_processes_that_leave_take_no_copy_with_its_owner(num_ranks: int, data: 
     lost = data.draw(st.integers(0, num_ranks - 1))
     alive = set(range(num_ranks)) - {lost}
     num_leaving = data.draw(st.integers(0, max(0, (num_ranks - 2) // 2 - 1)))
-    leaving = choose_leaving_ranks(alive, num_leaving, ["a"] * num_ranks)
+    leaving = choose_leaving_ranks(alive, num_leaving, [0] * num_ranks)
     assert len(leaving) == num_leaving
     gone = leaving | {lost}
     assert leaving <= alive
@@ -230,6 +230,8 @@ def test_ranks_of_a_lost_node_move_to_one_that_connects(
         endings, first = run_generation(pool, tmp_path, "first", *orders)
         assert endings.statuses[2] == -signal.SIGKILL
         assert [record["LOCAL_RANK"] for record in first] == ["0", "1", "0", "1"]
+        # Both have this machine's name.
+        assert [record["GROUP_RANK"] for record in first] == ["0", "0", "1", "1"]
         assert pool.list_survivors(4) == (0, 1, 3)
         outcomes = read_outcomes(tmp_path / "first")
         assert sorted(outcome.rank for outcome in outcomes) == [0, 1, 3]

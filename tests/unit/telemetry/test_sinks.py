@@ -404,3 +404,9 @@ def test_a_layout_change_names_both_layouts_and_the_numbers_of_ranks() -> None:
         "resharded at step 1,200 for 2 ranks: dp_shard=3,zero_stage=3 to "
         "dp_shard=2,zero_stage=3, from checkpoint"
     )
+
+
+def test_texts_of_others_cannot_control_the_terminal() -> None:
+    """A checkpoint's layout and a warning's text may come from another program."""
+    line = describe_event(WarningEvent(message="\x1b[2J of\ttwo\nlines\x07"))
+    assert line == "warning: ␛[2J of\ttwo\nlines␇"

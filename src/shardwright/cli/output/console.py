@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardwright.cli.output.text_streams import escape_control_characters
+from shardwright.control_characters import escape_control_characters
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:

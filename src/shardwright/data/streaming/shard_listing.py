@@ -25,7 +25,7 @@ from shardwright.data.sources.remote_sources import (
 )
 from shardwright.data.sources.source_reader import SourceFile
 from shardwright.errors import DataError
-from shardwright.store_requests import convert_error, send_request
+from shardwright.store_requests import convert_error, read_range, send_request
 
 RANGE_BYTES = 8 * 1024**2
 """Bytes of one request. A fetch has `_NUM_REQUESTS` of them in memory."""
@@ -98,10 +98,7 @@ class SourceShard:
 
         def read(start: int) -> bytes:
             end = min(start + RANGE_BYTES, self.num_bytes)
-            content = send_request(
-                f"reading {self.url}",
-                lambda: self.file_system.cat_file(self.remote_path, start=start, end=end),
-            )
+            content = read_range(self.file_system, self.remote_path, start, end, self.url)
             if len(content) != end - start:
                 raise DataError(
                     "a file is shorter than its store reported",
@@ -109,7 +106,7 @@ class SourceShard:
                     got=f"{self.url}: {len(content)} bytes from {start} on",
                     allowed=f"{end - start} bytes",
                 )
-            return bytes(content)
+            return content
 
         with ThreadPoolExecutor(_NUM_REQUESTS, "fetch-shard") as pool, open(target, "wb") as output:
             for first in range(0, len(starts), _NUM_REQUESTS):
