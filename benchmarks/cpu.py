@@ -80,9 +80,9 @@ DEFAULT = tuple(
     )
 )
 ON_REQUEST = (
-    Comparison(0, "fp32", LOOPS, compile=True),
-    Comparison(0, "bf16", LOOPS, compile=True),
-    Comparison(3, "bf16", LOOPS, compile=True),
+    Comparison(0, "fp32", (*LOOPS, "deepspeed", "trainer"), compile=True),
+    Comparison(0, "bf16", (*LOOPS, "deepspeed", "trainer"), compile=True),
+    Comparison(3, "bf16", (*LOOPS, "deepspeed"), compile=True),
 )
 
 

@@ -34,6 +34,8 @@ def run(case: Case, pace: Pace) -> None:
         raise RuntimeError(
             f"DeepSpeed runs ZeRO {engine.zero_optimization_stage()}, not {case.zero_stage}"
         )
+    if case.compile:
+        engine.compile()
     pace.details["wrapped"] = f"{type(engine).__name__} with {type(engine.optimizer).__name__}"
     tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     rank = int(os.environ["RANK"])

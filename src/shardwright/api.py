@@ -134,13 +134,18 @@ def rehearse(
     layout, batch = resolve_degrees(loaded, world_size)
     placement = place_model(shape, layout, batch.sequence_length)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
-    from shardwright.launch.auto_layout import choose_planned_precision, resolve_recompute_here
+    from shardwright.launch.auto_layout import (
+        choose_planned_precision,
+        resolve_expert_dispatch_here,
+        resolve_recompute_here,
+    )
     from shardwright.rehearsal import rehearsal
 
     device_type = rehearsal.choose_device(device, loaded)
     choice = choose_planned_precision(loaded)
     on_start(choice)
     plan = complete_plan(loaded, placement, batch, choice)
+    plan = resolve_expert_dispatch_here(loaded, plan)
     return rehearsal.rehearse(
         loaded,
         resolve_recompute_here(loaded, plan),

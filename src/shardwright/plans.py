@@ -8,7 +8,7 @@ the functions that build it, and by no other. No torch.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from shardwright.architecture import HFShape, ModelShape
@@ -100,6 +100,8 @@ class Plan:
     """Functions that norms, gates and rotations call."""
     async_tensor_parallel_reason: str | None = None
     """Reason of `layout.async_tensor_parallel: auto`; None if the recipe names the overlap."""
+    expert_dispatch_reason: str | None = None
+    """Reason of `layout.expert_dispatch: auto`; None if the recipe names the order."""
 
     @property
     def shape(self) -> ModelShape:
@@ -131,8 +133,7 @@ class Plan:
         stages = self.placement.stages
         context = self.placement.context
         choice = self.recompute_choice
-        fields = ("precision_reason", "compile_reason", "async_tensor_parallel_reason")
-        reasons = {name: getattr(self, name) for name in fields}
+        reasons = {f.name: getattr(self, f.name) for f in fields(self) if "_reason" in f.name}
         return {
             "layout": asdict(self.layout) | {"world_size": self.layout.world_size},
             **({} if stages is None else {"stages": [asdict(stage) for stage in stages]}),

@@ -125,6 +125,7 @@ def install_faults(faults: Faults) -> None:
 
     from shardwright.checkpoint import background_save, commit
     from shardwright.checkpoint.disk import Disk
+    from shardwright.optim import local_updates
     from shardwright.training import loop, step_policy
 
     def start_step(loop_instance: loop.TrainingLoop, *_: object) -> None:
@@ -151,7 +152,7 @@ def install_faults(faults: Faults) -> None:
     call_before(loop, "accumulate_gradients", lambda *_, **__: faults.send_signals("forward"))
     call_before(loop, "accumulate_gradients", write_ledger)
     call_before(dist, "all_reduce", lambda *_, **__: faults.send_signals("collective"))
-    call_before(torch.optim.AdamW, "step", lambda *_: faults.send_signals("optimizer"))
+    call_before(local_updates.AdamW, "step", lambda *_: faults.send_signals("optimizer"))
     call_before(background_save, "finish_save", record_saved_step)
     call_before(Disk, "sync", lambda *_: faults.send_signals("save"))
     call_before(commit, "move_pointer", lambda *_, **__: faults.send_signals("publish"))

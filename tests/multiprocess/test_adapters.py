@@ -26,6 +26,7 @@ from tests.reference.cases import CASES
 
 DEEP = TENSOR_LLAMA | {"num_hidden_layers": 4}
 ZBV = Layout(pp=2, schedule="zbv", virtual_stages=2)
+PIPELINED = Layout(tp=2, async_tensor_parallel="chunked")
 PLAIN = VerificationCase(1, documents=False)
 ACCUMULATED = VerificationCase(2)
 RECOMPUTED = VerificationCase(2, "full")
@@ -41,7 +42,7 @@ CELLS = [
     AdapterCell(TENSOR_LLAMA, DORA | DROPPING, Layout(dp_shard=2, zero_stage=3), RECOMPUTED),
     AdapterCell(DEEP, DORA, ZBV, VerificationCase(4)),
     AdapterCell(GPT2, DORA | DROPPING, Layout(tp=2, sequence_parallel=False), ACCUMULATED),
-    AdapterCell(CASES["phi3"], RSLORA, Layout(tp=2), SELECTIVE),
+    AdapterCell(CASES["phi3"], RSLORA, PIPELINED, SELECTIVE),
     AdapterCell(
         CASES["qwen3_moe"], LORA, Layout(dp_shard=2, ep=2, tp=2, zero_stage=2), ACCUMULATED
     ),
@@ -61,9 +62,16 @@ LONG_CELLS = [
     AdapterCell(TENSOR_LLAMA, DORA | DROPPING, Layout(cp=2, tp=2, zero_stage=2), PLAIN),
     AdapterCell(DEEP, LORA, ZBV, VerificationCase(4)),
     AdapterCell(DEEP, LORA, replace(ZBV, dp_shard=2, zero_stage=2), VerificationCase(4)),
-    AdapterCell(DEEP, LORA, Layout(pp=2, tp=2), VerificationCase(3, "full")),
+    AdapterCell(
+        DEEP, LORA, replace(PIPELINED, pp=2, schedule="zb_h1"), VerificationCase(3, "full")
+    ),
     AdapterCell(TENSOR_LLAMA, DORA, Layout(dp_replicate=2, dp_shard=2, zero_stage=3), ACCUMULATED),
-    AdapterCell(GPT2, LORA, Layout(tp=2, dp_shard=2, zero_stage=3), ACCUMULATED),
+    AdapterCell(
+        GPT2,
+        LORA,
+        replace(PIPELINED, dp_shard=2, zero_stage=3, sequence_parallel=False),
+        ACCUMULATED,
+    ),
     AdapterCell(CASES["phi3"], DORA, Layout(tp=2, sequence_parallel=False), ACCUMULATED),
     AdapterCell(CASES["gpt_neox"], DORA, Layout(tp=2), ACCUMULATED),
     AdapterCell(CASES["mixtral"], RSLORA, Layout(dp_shard=4, ep=2, zero_stage=3), ACCUMULATED),

@@ -143,7 +143,7 @@ def record_calls(sequence_parallel: bool) -> list[list[str]]:
             torch.autograd.backward(products, [torch.ones_like(each) for each in products])
             end_pass()
             reduced = pipeline.multiply_and_reduce(
-                products[0].detach().requires_grad_(), operands[2]
+                [products[0].detach().requires_grad_()], operands[2:]
             )
             end_pass()
             reduced.sum().backward()

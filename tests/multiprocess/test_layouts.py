@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import read_config
 from shardwright.config.training import OptimizerSection, PrecisionSection
@@ -20,6 +21,7 @@ from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.optim import build_optimizer
+from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.parallel import ParallelModel
 from shardwright.plans import BatchPlan
 from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
@@ -199,6 +201,95 @@ def test_evaluation_sees_the_updated_weights_and_leaves_shards(
         assert losses == pytest.approx(expected, rel=1e-4)
         assert losses[0] != pytest.approx(losses[1], rel=1e-3)
         assert sharded
+
+
+class RecordedGathers(TorchDispatchMode):
+    """Records the beginning of every gather, at which FSDP2 copies the shards."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "all_gather_copy_in" in str(func):
+            self.events.append("gather")
+        return func(*args, **(kwargs or {}))
+
+
+def train_with_gathers(
+    layout: Layout, rule: str, is_early: bool
+) -> tuple[list[Tensor], list[str], list[str]]:
+    """Return numbers of four steps, and the events of the first update and the second step."""
+    model = build(layout, PrecisionSection(kind="bf16"))
+    assert model.early_gathers is not None
+    if not is_early:
+        model.early_gathers = None
+    optimizer: Any = build_optimizer(
+        model.named_parameters(),
+        OptimizerSection(name=rule),  # type: ignore[arg-type]
+        learning_rate=0.1,
+        weight_decay=0.1,
+        model=model,
+    )
+    update_pieces = optimizer.update_pieces
+    events: list[str] = []
+
+    def record_update(pieces: Any) -> None:
+        update_pieces(pieces)
+        if pieces:
+            events.append("update")
+
+    optimizer.update_pieces = record_update
+    numbers = []
+    recorded = []
+    for number in range(4):
+        events.clear()
+        with RecordedGathers(events):
+            loss = accumulate_gradients(
+                model, micro_batches(dist.get_rank()), seed=0, step=number
+            ).loss_sum
+            recorded.append(list(events))
+            events.clear()
+            update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+            recorded.append(list(events))
+        current = dict(model.decoder.named_parameters())
+        assert all(current[name] is shard for name, shard in model.named_parameters()), "waited"
+        numbers.append(loss)
+        if number == 1:
+            with model.evaluate_mode() as module:
+                numbers.append(module(torch.arange(4)[None], labels_BT=torch.arange(4)[None]))
+        if number == 2:  # as a rollback does
+            model.invalidate_weights()
+            with torch.no_grad():
+                for _, parameter in model.named_parameters():
+                    get_local_tensor(parameter).mul_(0.5)
+    weights = [get_local_tensor(parameter.detach()) for _, parameter in model.named_parameters()]
+    return [*numbers, *weights], recorded[1], recorded[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule", "expected"),
+    [
+        (1, "adamw", ["update", "gather"] * (1 + LLAMA["num_hidden_layers"])),
+        (2, "muon", ["update"] + ["gather"] * (1 + LLAMA["num_hidden_layers"])),
+    ],
+)
+def test_gathers_begin_when_their_shards_are_updated(
+    ranks: RankPool, stage: Literal[1, 2], rule: str, expected: list[str]
+) -> None:
+    layout = Layout(dp_shard=2, zero_stage=stage)
+    early = ranks.run(2, train_with_gathers, layout, rule, True)
+    late = ranks.run(2, train_with_gathers, layout, rule, False)
+    for (numbers, update, step), (late_numbers, late_update, late_step) in zip(
+        early, late, strict=True
+    ):
+        assert all(map(torch.equal, numbers, late_numbers))
+        assert update == expected
+        assert late_update == [event for event in expected if event == "update"][:1]
+        assert step == []
+        assert late_step == [event for event in expected if event == "gather"]
 
 
 def query_any_rank(layout: Layout) -> list[bool]:

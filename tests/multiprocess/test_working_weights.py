@@ -294,7 +294,7 @@ def test_every_change_of_a_weight_reaches_the_next_forward_pass() -> None:
     logits.append(compute_logits())
     # As fused updates, which torch does not count.
     weights["model.embed_tokens.weight"].data.mul_(2.0)
-    model.mark_weights_changed()
+    model.invalidate_weights()
     logits.append(compute_logits())
     plain = build(Case(TIED, ONE_RANK), working_weights=False)
     with torch.no_grad():

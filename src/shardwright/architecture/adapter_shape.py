@@ -53,6 +53,11 @@ class AdapterShape:
         """Factor of the product B A."""
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
+    @property
+    def is_additive(self) -> bool:
+        """True if an adapted product is x W + scale x A B, of the same x."""
+        return self.kind != "dora" and self.dropout == 0.0
+
 
 def get_module_name(spec: ParameterSpec) -> str:
     """Return the name of the matrix's module; for a stacked parameter its own name."""

@@ -19,7 +19,12 @@ from shardwright.launch.rank_environment import count_local_ranks
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.placement.compilation import CompileChoice
-from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.planner.auto_layout import (
+    build_cluster,
+    choose_layout,
+    resolve_expert_dispatch,
+    set_expert_dispatch,
+)
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.problem import choose_precision_on
 from shardwright.planner.recompute.choice import resolve_recompute
@@ -183,6 +188,27 @@ def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
         cluster = build_cluster(detect_cluster(recipe, world_size, "recompute"), world_size)
     settled = recipe.model_copy(update={"precision": plan.precision})
     return resolve_recompute(settled, plan, cluster)
+
+
+def resolve_expert_dispatch_here(recipe: Recipe, plan: Plan) -> Plan:
+    """Resolve `layout.expert_dispatch: auto` for the recipe's cluster, or for this machine's GPUs.
+
+    Depends only on the recipe, the plan and the kind of device, so every rank chooses the same.
+
+    Raises:
+        InputError: No cluster is named and the catalogue does not know this machine's GPU.
+    """
+    if plan.layout.expert_dispatch != "auto":
+        return plan
+    section = recipe.cluster
+    if section is None:
+        if recipe.run.device == "cpu" or not torch.cuda.is_available():
+            return set_expert_dispatch(
+                plan, "whole", "the recipe names no cluster and this machine has no GPU to predict"
+            )
+        section = detect_cluster(recipe, plan.layout.world_size, "layout.expert_dispatch")
+    settled = recipe.model_copy(update={"precision": plan.precision})
+    return resolve_expert_dispatch(settled, plan, build_cluster(section, plan.layout.world_size))
 
 
 def detect_cluster(recipe: Recipe, world_size: int, field: str = "layout") -> ClusterSection:

@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves"]
+ExpertDispatch = Literal["whole", "halves", "auto"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -162,7 +162,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             "without expert parallelism (ep 1) no rows are sent to experts",
             field="layout.expert_dispatch",
             got="halves",
-            allowed="whole",
+            allowed="whole, auto",
             remedy="Remove it, or set ep",
         )
     return Layout(
@@ -175,7 +175,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         zero_stage=stage,
         sequence_parallel=section.sequence_parallel,
         async_tensor_parallel=section.async_tensor_parallel,
-        expert_dispatch=section.expert_dispatch,
+        expert_dispatch="whole" if section.ep == 1 else section.expert_dispatch,
         cp_method=section.cp_method,
         cp_split=section.cp_split,
         schedule=section.schedule,

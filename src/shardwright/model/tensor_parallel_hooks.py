@@ -33,8 +33,9 @@ class PipelineHooks(Protocol):
         """Multiply all tokens by column-parallel weights, `[B, L, O]` each."""
         ...
 
-    def multiply_and_reduce(self, x_BLI: Tensor, operands: Operands) -> Tensor:
-        """Multiply by a row-parallel weight and sum to the residual stream, without the bias."""
+    def multiply_and_reduce(self, inputs: Sequence[Tensor], layers: Sequence[Operands]) -> Tensor:
+        """Multiply each input `[B, L, I]` by its row-parallel weight; sum the products, without
+        biases, to the residual stream."""
         ...
 
 

@@ -9,7 +9,7 @@ are bitwise identical.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,6 @@ from shardwright.optim.sharded_optimizer import (
 
 class AdamW(ElementwiseUpdate, torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local tensors in place of DTensors."""
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = bool(
-            super()._init_group(group, *lists)  # type: ignore[no-untyped-call, unused-ignore]
-        )
-        for tensors in lists:
-            tensors[:] = [get_local_tensor(tensor) for tensor in tensors]
-        return has_complex
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -94,25 +86,7 @@ class SGD(ElementwiseUpdate, torch.optim.SGD):
     Momentum starts at zero, so after the first step it equals the first gradient, as in torch.
     """
 
-    @torch.no_grad()
-    def step(  # type: ignore[override, unused-ignore]
-        self, closure: Callable[[], float] | None = None
-    ) -> None:
-        """Update every parameter that has a gradient."""
-        assert closure is None, "gradients are accumulated before the step"
-        pieces = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter] if group["momentum"] else {}
-                if group["momentum"] and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(
-                        parameter, memory_format=torch.preserve_format
-                    )
-                local, gradient = (get_local_tensor(t) for t in (parameter, parameter.grad))
-                pieces.append(ParameterPiece("", local, gradient, state, group))
-        self.update_pieces(pieces)
+    has_step_count = False
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name: none without momentum."""

@@ -162,10 +162,77 @@ class PiecewiseOptimizer(Protocol):
         ...
 
 
-class ElementwiseUpdate:
+@dataclass(frozen=True)
+class UpdatePart:
+    """Parameters that are updated together, and what follows as soon as they are."""
+
+    names: frozenset[str]
+    end: Callable[[], None]
+
+
+class UpdateByPiece:
+    """Step of an optimizer that has the methods of `PiecewiseOptimizer`."""
+
+    has_collectives = False
+    """True if every step runs collectives for every parameter."""
+    is_divisible = True
+    """True if pieces of the parameters can be updated one after another."""
+    has_step_count = True
+    """True if the state has the number of a parameter's updates, which the rule reads."""
+    update_parts: Sequence[UpdatePart] = ()
+    """Order of the update; parameters of no part come last."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter. Collective if `has_collectives`: every rank calls it."""
+        assert closure is None, "gradients are accumulated before the step"
+        optimizer: Any = self
+        parts = () if self.has_collectives else self.update_parts
+        pieces = {piece.name: piece for piece in self.list_pieces()}
+        for part in parts:
+            names = [name for name in pieces if name in part.names]
+            optimizer.update_pieces([pieces.pop(name) for name in names])
+            part.end()
+        optimizer.update_pieces(list(pieces.values()))
+        optimizer.finish_update()
+        for part in self.update_parts[len(parts) :]:
+            part.end()
+
+    def list_pieces(self) -> list[ParameterPiece]:
+        """List the parameters to update, each as one piece, with the state of this optimizer."""
+        optimizer: Any = self
+        pieces = []
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.grad is None:
+                    if not optimizer.is_updated_without_gradient(group):
+                        continue
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.initialise_state(parameter, group)
+                pieces.append(
+                    ParameterPiece(
+                        name,
+                        get_local_tensor(parameter.detach()),
+                        get_local_tensor(parameter.grad),
+                        optimizer.state[parameter],
+                        group,
+                    )
+                )
+        return pieces
+
+
+class ElementwiseUpdate(UpdateByPiece):
     """Methods of `PiecewiseOptimizer` for an optimizer that updates every element on its own."""
 
-    is_divisible = True
+    def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Create the initial state of a parameter, sharded as it is; existing state is kept."""
+        optimizer: Any = self
+        state = optimizer.state[parameter]
+        for key in optimizer.list_state(parameter, group):
+            if state.get(key) is None:
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if self.has_step_count and "step" not in state:
+            state["step"] = optimizer.create_step_count(parameter, group)
 
     def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Return 1: rows are single elements."""
@@ -187,7 +254,7 @@ class ElementwiseUpdate:
         """Nothing is left to do: every element is independent."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
     """Optimizer that knows the names and the sharding of its parameters.
 
     A rule defines `rule`, `list_state` and `update_pieces`, and overrides what is not true of it:
@@ -199,9 +266,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     rule: str
     """Name of the update rule in checkpoints."""
     has_collectives = True
-    """True if every step runs collectives for every parameter."""
-    is_divisible = True
-    """True if pieces of the parameters can be updated one after another."""
 
     def __init__(
         self, groups: list[dict[str, Any]], defaults: dict[str, Any], model: ShardedModel
@@ -243,13 +307,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Create a parameter's step count of zero, on the device where updates expect it."""
         return torch.zeros((), dtype=torch.float32)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter. Collective if `has_collectives`: every rank calls it."""
-        assert closure is None, "gradients are accumulated before the step"
-        self.update_pieces(self.list_pieces())
-        self.finish_update()
-
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         raise NotImplementedError
@@ -267,27 +324,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         All ranks must enter the same collectives.
         """
         return self.has_collectives
-
-    def list_pieces(self) -> list[ParameterPiece]:
-        """List the parameters to update, each as one piece, with the state of this optimizer."""
-        pieces = []
-        for group in self.param_groups:
-            for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                if parameter.grad is None:
-                    if not self.is_updated_without_gradient(group):
-                        continue
-                    parameter.grad = torch.zeros_like(parameter)
-                self.initialise_state(parameter, group)
-                pieces.append(
-                    ParameterPiece(
-                        name,
-                        get_local_tensor(parameter.detach()),
-                        get_local_tensor(parameter.grad),
-                        self.state[parameter],
-                        group,
-                    )
-                )
-        return pieces
 
 
 def get_local_tensor(tensor: Tensor) -> Tensor:

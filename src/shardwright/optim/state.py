@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from shardwright.optim.sharded_optimizer import Moment, ShardedOptimizer
+from shardwright.optim.sharded_optimizer import (
+    ElementwiseUpdate,
+    Moment,
+    ShardedOptimizer,
+    UpdateByPiece,
+)
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
@@ -26,17 +31,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(optimizer, ShardedOptimizer):
-                optimizer.initialise_state(parameter, group)
-                continue
-            state = optimizer.state[parameter]
-            for name in _list_moment_names(optimizer):
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if _has_step_count(optimizer) and "step" not in state:
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"
-                )
+            assert isinstance(optimizer, ElementwiseUpdate | ShardedOptimizer), type(optimizer)
+            optimizer.initialise_state(parameter, group)
 
 
 def collect_optimizer_tensors(
@@ -179,7 +175,7 @@ def _list_moment_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _has_step_count(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.AdamW | ShardedOptimizer)
+    return isinstance(optimizer, UpdateByPiece) and optimizer.has_step_count
 
 
 def _to_json_value(value: Any) -> Any:

@@ -57,7 +57,7 @@ from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.expert_parallel import build_token_dispatcher
-from shardwright.parallel.fsdp import apply_fsdp, apply_fsdp_root
+from shardwright.parallel.fsdp import EarlyGathers, apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
@@ -182,7 +182,7 @@ def apply_layout(
             )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
-    gather_codes(fsdp_modules)
+    gathered_codes = gather_codes(fsdp_modules)
     if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
@@ -232,6 +232,9 @@ def apply_layout(
         frozenset(offloaded),
         trained_offload,
     )
+    # Codes are counted in the step whose products read them, so their gathers begin there.
+    if fsdp_modules and layout.zero_stage < 3 and not offloaded and not gathered_codes:
+        model.early_gathers = EarlyGathers(decoder, fsdp_modules)
     model.weight_maxima = build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded)
     if stages is not None:
         assert mesh is not None

@@ -8,6 +8,8 @@ precision, G gradients; master weights and optimizer states are always 1/n):
     2       1 + 1/n           1/n                       every micro-batch
     3       1/n               1/n                       every micro-batch
 
+Stages 1 and 2 gather the parameters of the next step while the optimizer updates them.
+
 `tests/multiprocess/test_memory.py` measures these numbers on live tensors.
 """
 
@@ -18,7 +20,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnshardHandle,
+    fully_shard,
+)
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout import Layout, PipelineStage
@@ -27,8 +34,10 @@ from shardwright.model.block import Block
 from shardwright.model.moe import Experts
 from shardwright.numerics import PrecisionDtypes, chunked_cross_entropy
 from shardwright.numerics.liger_loss import liger_cross_entropy
+from shardwright.optim.sharded_optimizer import UpdatePart
 from shardwright.parallel.comm_timing import time_fsdp_waits
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.sharded_weights import list_parameter_groups
 
 
 def apply_fsdp(
@@ -215,6 +224,49 @@ def _set_prefetch(groups: list[FSDPModule], root: FSDPModule, layout: Layout) ->
         group.set_modules_to_backward_prefetch(preceding or [group])
     root.set_modules_to_forward_prefetch(groups[:ahead])
     root.set_modules_to_backward_prefetch(groups[len(groups) - ahead :][::-1] or [root])
+
+
+class EarlyGathers:
+    """Gathers of updated parameters that begin when their shards are updated.
+
+    Without them the gathers of stages 1 and 2 begin in the next forward pass. A group's forward
+    pass waits for its own gather. The order is that of use: embeddings and head, then blocks.
+    """
+
+    def __init__(self, decoder: Decoder, fsdp_modules: Sequence[FSDPModule]) -> None:
+        """`fsdp_modules` are those of `apply_fsdp`: the root is the last one."""
+        names = {parameter: name for name, parameter in decoder.named_parameters()}
+        self._modules = [fsdp_modules[-1], *fsdp_modules[:-1]]
+        self._handles: list[UnshardHandle] = []
+        self.parts = [
+            UpdatePart(
+                frozenset(
+                    names[getattr(info.module, info.param_name)]
+                    for group in list_parameter_groups(module)
+                    for info in (parameter._module_info for parameter in group.fsdp_params)
+                ),
+                partial(self._begin, module),
+            )
+            for module in self._modules
+        ]
+
+    def _begin(self, module: FSDPModule) -> None:
+        handle = module.unshard(async_op=True)
+        assert handle is not None
+        self._handles.append(handle)
+
+    def begin(self) -> None:
+        """Begin all gathers."""
+        for part in self.parts:
+            part.end()
+
+    def discard(self) -> None:
+        """Free gathered parameters, also those that no pass has used: their shards will change."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+        for module in self._modules:
+            module.reshard()
 
 
 def _to_fsdp_module(module: nn.Module) -> FSDPModule:

@@ -26,6 +26,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.numerics import GradientSquares, sum_gradient_squares
 from shardwright.optim.sharded_optimizer import get_local_tensor as get_local_tensor
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
+from shardwright.parallel.fsdp import EarlyGathers
 from shardwright.parallel.gradient_reduction import (
     LaunchedReduction,
     PendingReduction,
@@ -93,6 +94,7 @@ class ParallelModel:
         self.offloaded_names = offloaded_names
         self.trained_offload = trained_offload
         self.weight_maxima: WeightMaxima | None = None
+        self.early_gathers: EarlyGathers | None = None
         self._gradient_hooks: list[Callable[[], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
@@ -133,11 +135,12 @@ class ParallelModel:
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
+        has_wrapper = bool(self.fsdp_modules) or isinstance(self.module, DistributedDataParallel)
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             if self._gradient_watch is not None:
                 self._gradient_watch.is_last_backward = is_last and not self._gradient_hooks
-            waits_for_reduction = self._has_wrapper and (is_last or self.layout.zero_stage >= 2)
+            waits_for_reduction = has_wrapper and (is_last or self.layout.zero_stage >= 2)
 
             def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
                 mark("backward")
@@ -163,11 +166,6 @@ class ParallelModel:
         """Return the context of a backward pass; `is_last` for that of the last micro-batch."""
         finish = self._finish_offloaded_gradients if is_last else None
         return offload_gradients(self.trained_offload, finish)
-
-    @property
-    def _has_wrapper(self) -> bool:
-        """True if DDP or FSDP2 reduces gradients during the backward pass."""
-        return bool(self.fsdp_modules) or isinstance(self.module, DistributedDataParallel)
 
     def compute_losses(
         self, micro_batches: Sequence[MicroBatch], arguments: DecoderArguments
@@ -293,8 +291,10 @@ class ParallelModel:
             gradients[name] = get_local_tensor(parameter.grad)
         return gradients
 
-    def mark_weights_changed(self) -> None:
-        """State that the parameters have been updated, before the next forward pass."""
+    def invalidate_weights(self) -> None:
+        """State that parameters are about to be written. Identical on all ranks."""
+        if self.early_gathers is not None:
+            self.early_gathers.discard()
         if self.decoder.working_weights is not None:
             self.decoder.working_weights.mark_changed()
 

@@ -21,6 +21,7 @@ Source: Wang et al. 2023, Overlap Communication with Dependent Computation via D
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,9 +67,12 @@ class PipelinedProducts:
         products: tuple[Tensor, ...] = _GatheredProducts.apply(x_BSD, self, references, *tensors)
         return list(products)
 
-    def multiply_and_reduce(self, x_BLI: Tensor, operands: Operands) -> Tensor:
-        """Multiply by a layer's matrix and sum over the ranks: this rank's tokens of it, or all."""
-        reduced: Tensor = _ReducedProduct.apply(x_BLI, self, operands.layer, operands.matrix)
+    def multiply_and_reduce(self, inputs: Sequence[Tensor], layers: Sequence[Operands]) -> Tensor:
+        """Multiply each input by its layer's matrix and sum the products, over the ranks too:
+        this rank's tokens of the sum, or all."""
+        references = tuple(operands.layer for operands in layers)
+        matrices = [operands.matrix for operands in layers]
+        reduced: Tensor = _ReducedProducts.apply(self, references, *inputs, *matrices)
         return reduced
 
     def count_chunks(self, num_tokens: int) -> int:
@@ -104,34 +108,37 @@ class PipelinedProducts:
         results = [_multiply_rows(rows_ND, matrices) for rows_ND in gathered]
         return [self.sort_by_token(chunks, num_sequences) for chunks in zip(*results, strict=True)]
 
-    def multiply_and_scatter(self, x_BLI: Tensor, matrix_IO: Tensor) -> Tensor:
-        """Multiply, sum over the ranks, and return this rank's tokens, `[B, S, O]`."""
+    def multiply_and_scatter(self, inputs: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+        """Multiply and add, sum over the ranks, and return this rank's tokens, `[B, S, O]`."""
         size = self.group.size()
-        count = self.count_chunks(x_BLI.shape[1] // size)
+        num_sequences, length = inputs[0].shape[:2]
         if self.kind == "fused":
-            rows_NI = self.sort_by_chunk(x_BLI, 1)[0]
-            own = _load_fused_kernels(x_BLI).fused_matmul_reduce_scatter(
-                rows_NI, matrix_IO, "sum", 0, self.group.group_name
-            )
-            return own.unflatten(0, (x_BLI.shape[0], -1))
-        sums = _PendingSums(self, x_BLI.shape[0])
-        parts = x_BLI.unflatten(1, (size, count, -1))
+            own = [
+                _load_fused_kernels(x_BLI).fused_matmul_reduce_scatter(
+                    self.sort_by_chunk(x_BLI, 1)[0], matrix_IO, "sum", 0, self.group.group_name
+                )
+                for x_BLI, matrix_IO in zip(inputs, matrices, strict=True)
+            ]
+            return functools.reduce(Tensor.add_, own).unflatten(0, (num_sequences, -1))
+        count = self.count_chunks(length // size)
+        sums = _PendingSums(self, num_sequences)
+        parts = [x_BLI.unflatten(1, (size, count, -1)) for x_BLI in inputs]
         for chunk in range(count):
-            rows_NI = parts[:, :, chunk].transpose(0, 1).flatten(0, 2)
-            sums.launch(rows_NI @ matrix_IO)
+            rows = [part[:, :, chunk].transpose(0, 1).flatten(0, 2) for part in parts]
+            sums.launch(_add_products(rows, matrices))
         return sums.finish()
 
-    def multiply_and_sum(self, x_BLI: Tensor, matrix_IO: Tensor) -> Tensor:
-        """Multiply and sum over the ranks; every rank gets the sum, `[B, L, O]`."""
-        rows_NI = x_BLI.flatten(0, 1)
-        summed_NO = x_BLI.new_empty(rows_NI.shape[0], matrix_IO.shape[1])
+    def multiply_and_sum(self, inputs: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+        """Multiply and add, and sum over the ranks; every rank gets the sum, `[B, L, O]`."""
+        rows = [x_BLI.flatten(0, 1) for x_BLI in inputs]
+        summed_NO = rows[0].new_empty(rows[0].shape[0], matrices[0].shape[1])
         works = []
-        chunks = rows_NI.chunk(MAX_TENSOR_CHUNKS), summed_NO.chunk(MAX_TENSOR_CHUNKS)
-        for chunk_NI, out_NO in zip(*chunks, strict=True):
-            torch.mm(chunk_NI, matrix_IO, out=out_NO)
+        chunks = zip(*(each.chunk(MAX_TENSOR_CHUNKS) for each in (*rows, summed_NO)), strict=True)
+        for *rows_of_chunk, out_NO in chunks:
+            _add_products(rows_of_chunk, matrices, out_NO)
             works.append(dist.all_reduce(out_NO, group=self.group, async_op=True))
         self.wait(works)
-        return summed_NO.unflatten(0, x_BLI.shape[:2])
+        return summed_NO.unflatten(0, inputs[0].shape[:2])
 
     def sort_by_chunk(self, x_BLI: Tensor, num_chunks: int) -> Tensor:
         """Copy all tokens into the order of gathered ones, `[C, N / C, I]`."""
@@ -271,49 +278,62 @@ class _GatheredProducts(torch.autograd.Function):
         return x_gradient, None, None, *results
 
 
-class _ReducedProduct(torch.autograd.Function):
-    """Product whose partial results are summed over the ranks."""
+class _ReducedProducts(torch.autograd.Function):
+    """Sum of products, which is summed over the ranks. Inputs come first, then matrices."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_BLI: Tensor, pipeline: PipelinedProducts, layer: LayerReference, matrix: Tensor
+        ctx: Any, pipeline: PipelinedProducts, layers: tuple[LayerReference, ...], *tensors: Tensor
     ) -> Tensor:
         ctx.pipeline = pipeline
-        ctx.layer = layer
-        ctx.save_for_backward(x_BLI if ctx.needs_input_grad[3] else None, matrix)
-        matrix_IO = _orient(matrix, layer)
+        ctx.layers = layers
+        count = len(layers)
+        inputs = tensors[:count]
+        matrices = tensors[count:]
+        needs_matrix = ctx.needs_input_grad[2 + count :]
+        saved = [x if needs else None for x, needs in zip(inputs, needs_matrix, strict=True)]
+        ctx.save_for_backward(*saved, *matrices)
+        oriented = [_orient(*pair) for pair in zip(matrices, layers, strict=True)]
 
         def compute() -> Tensor:
             with name_results("partial_product"):
                 if pipeline.sequence_parallel:
-                    return pipeline.multiply_and_scatter(x_BLI, matrix_IO)
-                return pipeline.multiply_and_sum(x_BLI, matrix_IO)
+                    return pipeline.multiply_and_scatter(inputs, oriented)
+                return pipeline.multiply_and_sum(inputs, oriented)
 
         if is_result_unread():
             ranks = pipeline.group.size() if pipeline.sequence_parallel else 1
-            batch, length, _ = x_BLI.shape
-            empty = x_BLI.new_empty(())
-            return empty.expand(batch, length // ranks, matrix_IO.shape[1])
+            batch, length, _ = inputs[0].shape
+            empty = inputs[0].new_empty(())
+            return empty.expand(batch, length // ranks, oriented[0].shape[1])
         return keep_result(compute)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x_BLI, matrix = ctx.saved_tensors
         pipeline: PipelinedProducts = ctx.pipeline
-        matrix_OI = _orient(matrix, ctx.layer).t()
+        count = len(ctx.layers)
+        saved = ctx.saved_tensors
+        inputs = saved[:count]
+        oriented = [_orient(*pair).t() for pair in zip(saved[count:], ctx.layers, strict=True)]
         gradient = gradients[0].detach()
         if pipeline.sequence_parallel:
-            gathered, (x_gradient,) = pipeline.gather_and_multiply(gradient, [(matrix_OI, None)])
+            gathered, input_gradients = pipeline.gather_and_multiply(
+                gradient, [(matrix_OI, None) for matrix_OI in oriented]
+            )
         else:
             gathered = gradient.flatten(0, 1)[None]
-            x_gradient = (gathered[0] @ matrix_OI).unflatten(0, gradient.shape[:2])
-        x_NI = None
-        if ctx.needs_input_grad[3]:
-            x_NI = x_BLI.detach().flatten(0, 1)
-            if pipeline.sequence_parallel:
-                x_NI = pipeline.sort_by_chunk(x_BLI.detach(), gathered.shape[0]).flatten(0, 1)
-        matrix_gradient = _take_weight_gradient(ctx.layer, gathered.flatten(0, 1), x_NI)
-        return x_gradient, None, None, matrix_gradient
+            input_gradients = [
+                (gathered[0] @ matrix_OI).unflatten(0, gradient.shape[:2]) for matrix_OI in oriented
+            ]
+        matrix_gradients = []
+        for layer, x_BLI in zip(ctx.layers, inputs, strict=True):
+            x_NI = None
+            if x_BLI is not None:
+                x_NI = x_BLI.detach().flatten(0, 1)
+                if pipeline.sequence_parallel:
+                    x_NI = pipeline.sort_by_chunk(x_BLI.detach(), gathered.shape[0]).flatten(0, 1)
+            matrix_gradients.append(_take_weight_gradient(layer, gathered.flatten(0, 1), x_NI))
+        return None, None, *input_gradients, *matrix_gradients
 
 
 def _gather_and_multiply(
@@ -378,12 +398,16 @@ def _multiply_rows(rows_NI: Tensor, matrices: Sequence[_MatrixAndBias]) -> list[
     ]
 
 
-def _add_products(rows: Sequence[Tensor], matrices: Sequence[Tensor]) -> Tensor:
+def _add_products(
+    rows: Sequence[Tensor], matrices: Sequence[Tensor], out: Tensor | None = None
+) -> Tensor:
     """Sum the products of each layer's rows, from the last layer on as autograd does."""
     total: Tensor | None = None
-    for rows_NO, matrix_OI in zip(reversed(rows), reversed(matrices), strict=True):
-        product = rows_NO @ matrix_OI
-        total = product if total is None else total.add_(product)
+    for rows_NI, matrix_IO in zip(reversed(rows), reversed(matrices), strict=True):
+        if total is None:
+            total = torch.mm(rows_NI, matrix_IO, out=out)
+        else:
+            total.add_(rows_NI @ matrix_IO)
     assert total is not None
     return total
 

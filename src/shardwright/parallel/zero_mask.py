@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import RecipeError
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+
+logger = logging.getLogger(__name__)
 
 
 class ZeroMask:
@@ -59,5 +63,11 @@ def keep_zeros(model: ParallelModel, optimizer: torch.optim.Optimizer) -> ZeroMa
             remedy="Remove this key, or prune the model first",
         )
     model.add_gradient_hook(zero_mask.mask_gradients)
+    if model.early_gathers is not None:
+        model.early_gathers = None
+        logger.info(
+            "gathers of updated parameters begin in the next forward pass: "
+            "model.keep_zeros restores zeros after the update"
+        )
     optimizer.register_step_post_hook(lambda *_: zero_mask.restore_zeros())
     return zero_mask

@@ -13,11 +13,13 @@ from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.measured_profile import load_profile
+from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import (
+    build_plan_candidate,
     build_problem,
     build_template,
     choose_precision_on,
@@ -28,8 +30,8 @@ from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
-from shardwright.plans import settle_precision
-from shardwright.units import format_bytes
+from shardwright.plans import Plan, settle_precision
+from shardwright.units import format_bytes, format_seconds
 
 
 def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
@@ -96,6 +98,44 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         # The layout fits with some kind; what its layers keep is chosen for the layout.
         resolved = resolved.model_copy(update={"recompute": recipe.recompute})
     return resolved, chosen
+
+
+def choose_expert_dispatch(predictor: Predictor, candidate: Candidate) -> tuple[Candidate, str]:
+    """Choose the order of `layout.expert_dispatch` whose predicted step is shorter.
+
+    Returns:
+        The candidate with that order, and the reason.
+    """
+    orders: tuple[ExpertDispatch, ...] = ("whole", "halves")
+    whole, halves = (
+        predictor.predict(
+            replace(candidate, layout=replace(candidate.layout, expert_dispatch=order))
+        )
+        for order in orders
+    )
+    chosen = halves if halves.time.step < whole.time.step else whole
+    times = [format_seconds(each.time.step) for each in (whole, halves)]
+    return chosen.candidate, f"predicted step: whole {times[0]}, halves {times[1]}"
+
+
+def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
+    """Return the plan with `layout.expert_dispatch: auto` resolved for its model and layout.
+
+    Args:
+        recipe: its precision must be resolved.
+        cluster: devices, with at least as many as the plan has ranks.
+    """
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    predictor = Predictor(get_model_facts(plan.shape.base_shape), cluster, efficiency)
+    candidate = replace(build_plan_candidate(recipe, plan), compile=plan.is_compiled)
+    chosen, reason = choose_expert_dispatch(predictor, candidate)
+    return set_expert_dispatch(plan, chosen.layout.expert_dispatch, reason)
+
+
+def set_expert_dispatch(plan: Plan, order: ExpertDispatch, reason: str) -> Plan:
+    """Return the plan with the order that `layout.expert_dispatch: auto` stands for."""
+    placement = replace(plan.placement, layout=replace(plan.layout, expert_dispatch=order))
+    return replace(plan, placement=placement, expert_dispatch_reason=reason)
 
 
 def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:

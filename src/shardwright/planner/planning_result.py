@@ -9,6 +9,7 @@ from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
 from shardwright.layout.saved_results import RecomputeChoice
+from shardwright.planner.auto_layout import choose_expert_dispatch
 from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
@@ -241,10 +242,12 @@ def _compare_splits(
 def _choose_results(
     recipe: Recipe, predictor: Predictor, candidate: Candidate
 ) -> tuple[Candidate, RecomputeChoice | None, str | None]:
-    """Choose what the layers keep if the recipe leaves it to the plan.
+    """Choose the order of `expert_dispatch` and what the layers keep, if left to the plan.
 
-    Returns the candidate, the choice, and the reason why there is none.
+    Returns the candidate, the choice of what is kept, and the reason why there is none.
     """
+    if candidate.layout.expert_dispatch == "auto":
+        candidate, _ = choose_expert_dispatch(predictor, candidate)
     section = recipe.recompute
     if not isinstance(section, RecomputeSection):
         return candidate, None, None

@@ -133,8 +133,9 @@ def rehearse_rank(
             with use_phase(live, "moments"):
                 optimizer, _staging = _build_optimizer(recipe, model, live, weight_offload)
             optimizer_bytes = live.live_bytes - bytes_before
-            watch.recorder = recorder
             with use_phase(live, "step"):
+                _begin_gathers(recipe, model)
+                watch.recorder = recorder
                 batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
                 accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
                 del batches  # they are not gradients, which are counted next
@@ -172,6 +173,13 @@ def rehearse_rank(
         collectives=tuple(recorder.collectives),
         seconds=time.perf_counter() - began,
     )
+
+
+def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:
+    """Begin the gathers of updated parameters, as the update of the step before does."""
+    updates_pieces = recipe.moved_offload.optimizer != "none" or recipe.model.keep_zeros
+    if model.early_gathers is not None and not updates_pieces:
+        model.early_gathers.begin()
 
 
 def _build_optimizer(

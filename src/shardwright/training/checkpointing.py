@@ -271,6 +271,7 @@ class RunCheckpointer:
         """
         state = self.state
         start_seconds = time.perf_counter()
+        state.model.invalidate_weights()
         if isinstance(start, CopiesInMemory):
             load_copies(
                 get_host_group(), get_process_memory(), start.copy_id, self.collect_tensors()

@@ -248,6 +248,7 @@ def _train(
 
     try:
         final_loss = loop.run()
+        state.model.invalidate_weights()  # wait for gathers that the last update has begun
         context.watchdog.begin_phase("save", state.step)
         checkpointer.close()
         if checkpointer.copier is not None and checkpointer.copier.counts.num_copies:
@@ -255,10 +256,12 @@ def _train(
         if state.step > first_step:
             _log_transfers(state, state.step - first_step)
     except Preempted:
+        state.model.invalidate_weights()
         checkpointer.close()
         log_end("preempted")
         raise
     except GenerationEnded:
+        state.model.invalidate_weights()
         checkpointer.close()
         # No process gives up its connections while another still sends its copy.
         context.rank_sync.barrier()

@@ -232,6 +232,9 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     if (reason := validated_run.plan.async_tensor_parallel_reason) is not None:
         kind = validated_run.plan.layout.async_tensor_parallel
         logger.info("overlap of tensor-parallel communication: %s (auto: %s)", kind, reason)
+    if (reason := validated_run.plan.expert_dispatch_reason) is not None:
+        order = validated_run.plan.layout.expert_dispatch
+        logger.info("order of expert exchanges: %s (auto: %s)", order, reason)
     if recipe.offload.parameters != "none":
         logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device

@@ -27,6 +27,7 @@ from shardwright.numerics import (
 )
 from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
+from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel import ParallelModel
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
@@ -373,8 +374,10 @@ def update_parameters(
         if factor != 1.0:
             _scale_gradients(model, optimizer, factor)
         set_learning_rate(optimizer, learning_rate)
+        model.invalidate_weights()
+        if isinstance(optimizer, UpdateByPiece) and model.early_gathers is not None:
+            optimizer.update_parts = model.early_gathers.parts
         optimizer.step()
-        model.mark_weights_changed()
         if router_table is not None:
             update_balance_biases(model.decoder, router_table)
     optimizer.zero_grad(set_to_none=True)

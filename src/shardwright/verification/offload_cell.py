@@ -114,6 +114,7 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
         )
         run.losses.append(loss.mean())
         run.norms.append(update.gradient_norm)
+    model.invalidate_weights()  # wait for gathers that the last update has begun
     named = dict(model.named_parameters())
     for key, moment in collect_optimizer_moments(optimizer, named.items()).items():
         run.moments[key] = get_local_tensor(moment.tensor).clone()

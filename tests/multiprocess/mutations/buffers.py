@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import gradient_clip
 from shardwright.parallel import ParallelModel, ddp
+from shardwright.parallel.fsdp import EarlyGathers
 from shardwright.training import step
 from shardwright.verification import cell
 
@@ -78,10 +79,13 @@ def sum_padding_into_norm() -> Iterator[None]:
 
 @contextmanager
 def keep_stale_gathered_parameters() -> Iterator[None]:
-    """Keep gathered parameters after the optimizer step, so that the next forward pass reads
-    them.
+    """Keep gathered parameters during the optimizer step, so that the next forward pass reads
+    them. Both places that free them are left out.
     """
-    with patch.object(ParallelModel, "finish_gradients", lambda _self: None):
+    with (
+        patch.object(ParallelModel, "finish_gradients", lambda _self: None),
+        patch.object(EarlyGathers, "discard", lambda _self: None),
+    ):
         yield
 
 

@@ -44,7 +44,8 @@ def test_updates_of_sharded_parameters_are_bit_equal_to_torchs(
         torch.nn.Parameter(distribute_tensor(parameter.detach().clone(), mesh, [Shard(0)]))
         for parameter in whole
     ]
-    our_optimizer = our_class(sharded, lr=0.1, **options)
+    named = [(str(number), parameter) for number, parameter in enumerate(sharded)]
+    our_optimizer = our_class(named, lr=0.1, **options)
     torch_optimizer = torch_class(whole, lr=0.1, **options)
     updated = []
     for name in ("_fused_adamw_", "_foreach_add_", "_fused_sgd_"):

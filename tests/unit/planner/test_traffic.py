@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
+from shardwright.config.layout import ClusterSection, LayoutSection
+from shardwright.config.recipe_loading import validate_recipe
+from shardwright.launch.auto_layout import resolve_expert_dispatch_here
 from shardwright.layout import CpMethod, Layout
-from shardwright.layout.degrees import ExpertDispatch, ZeroStage
+from shardwright.layout.degrees import ExpertDispatch, ZeroStage, resolve_layout
 from shardwright.planner import Efficiency, predict
+from shardwright.planner.auto_layout import choose_expert_dispatch, resolve_expert_dispatch
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.predictor import Predictor
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 from shardwright.planner.time.communication import NetworkModel, StridedGroup, build_groups
@@ -25,6 +30,7 @@ from shardwright.planner.time.traffic import (
     _get_expert_overlap,
     compute_layer_traffic,
 )
+from shardwright.plans import resolve_plan
 from tests.unit.planner import models
 
 TOKENS = 128
@@ -174,6 +180,55 @@ def test_halves_hide_half_of_the_exchange_behind_experts_with_half_of_the_rows()
         assert traffic["halves", "slow"][direction].hidden_expert == pytest.approx(total / 2)
         assert traffic["halves", "slow"][direction].expert == pytest.approx(total / 2)
         assert traffic["halves", "fast"][direction].hidden_expert == pytest.approx(factor * 5e-10)
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(4, "whole"), (1, "halves")])
+def test_auto_takes_the_order_with_the_shorter_predicted_step(per_node: int, expected: str) -> None:
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    cluster = models.make_cluster(4, per_node=per_node, memory_bytes=2**36)
+    predictor = Predictor(facts, cluster, Efficiency())
+    seconds = {}
+    dispatch: ExpertDispatch
+    for dispatch in ("auto", "whole", "halves"):
+        layout = Layout(dp_shard=4, ep=4, zero_stage=1, expert_dispatch=dispatch)
+        candidate = Candidate(layout, TOKENS, 2 * ROWS)
+        seconds[dispatch] = predictor.predict(candidate).time.step
+        chosen, reason = choose_expert_dispatch(predictor, candidate)
+        assert chosen.layout.expert_dispatch == expected
+        assert reason.startswith("predicted step: whole ")
+    assert min(seconds["whole"], seconds["halves"]) == seconds[expected]
+
+
+def test_auto_is_resolved_for_the_cluster_of_the_recipe_and_is_whole_without_one() -> None:
+    recipe = validate_recipe(
+        {
+            "model": {"config": models.CONFIGS["qwen3_moe"]},
+            "data": {"sources": ["nowhere"]},
+            "training": {
+                "sequence_length": 4096,
+                "micro_batch_size": 4,
+                "learning_rate": 1e-3,
+                "max_steps": 1,
+            },
+            "precision": "bf16",
+            "layout": {"dp_shard": 4, "ep": 4, "expert_dispatch": "auto"},
+            "run": {"device": "cpu"},
+        }
+    )
+    plan = resolve_plan(recipe, models.read_shape("qwen3_moe"), 4)
+    here = resolve_expert_dispatch_here(recipe, plan)
+    assert here.layout.expert_dispatch == "whole"
+    assert here.as_dict()["expert_dispatch_reason"].startswith("the recipe names no cluster")
+    cluster = models.make_cluster(4, per_node=1, memory_bytes=2**36)
+    resolved = resolve_expert_dispatch(recipe, plan, cluster)
+    assert resolved.layout.expert_dispatch == "halves"
+    assert resolved.expert_dispatch_reason is not None
+    named = recipe.model_copy(update={"cluster": ClusterSection(node="4xH100-80GB")})
+    reason = resolve_expert_dispatch_here(named, plan).expert_dispatch_reason
+    assert reason is not None
+    assert reason.startswith("predicted step: whole ")
+    without_experts = LayoutSection(expert_dispatch="auto")
+    assert resolve_layout(without_experts, 4).expert_dispatch == "whole"
 
 
 def test_overlap_differs_within_and_between_domains() -> None:

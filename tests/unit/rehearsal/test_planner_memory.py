@@ -221,7 +221,10 @@ LONG_CASES = [
         Case("llama", Layout(), recompute="selective", sections=sections)
         for sections in (QLORA, LORA | OFFLOAD, FROZEN_ON_HOST)
     ),
-    Case("llama", Layout(tp=2), recompute="selective", sections=LORA),
+    *(
+        Case("llama", layout, recompute="selective", sections=LORA)
+        for layout in (Layout(tp=2), Layout(tp=2, async_tensor_parallel="chunked"))
+    ),
     Case("gemma2", Layout(), recompute="selective", kind="fp32"),
     Case("tied", Layout(dp_replicate=2), recompute="full"),
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),

@@ -23,16 +23,24 @@ from shardwright.training.checks import async_tensor_parallel
 from shardwright.training.checks.async_tensor_parallel import find_fused_obstacle
 from shardwright.training.checks.run_checks import validate_run
 from tests.unit.planner import models
+from tests.unit.training.finished import CONFIG
 from tests.unit.training.test_run_checks import build_recipe
 
 COMPILED = CompileChoice(True, "test")
+WIDE = CONFIG | {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
     ("overlap", "sections", "message"),
     [
         ("chunked", {"layout": {"tp": 1}}, "without tensor parallelism"),
-        ("chunked", {"adapters": {"rank": 2}}, "products with adapters"),
+        ("chunked", {"adapters": {"rank": 2, "dropout": 0.1}}, r"with adapters\.dropout products"),
+        ("chunked", {"adapters": {"rank": 2, "kind": "dora"}}, r"with adapters\.kind dora"),
+        (
+            "chunked",
+            {"adapters": {"rank": 2, "quantize": "nf4"}, "model": {"config": WIDE}},
+            "of quantised matrices",
+        ),
         (
             "chunked",
             {"precision": {"kind": "fp8", "fp8": {"recipe": "tensorwise", "emulate": True}}},

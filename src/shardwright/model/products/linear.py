@@ -93,17 +93,41 @@ class Linear(nn.Module):
             return self._compute_product(x, bias, dropout)
         pipeline = self.get_pipeline(tensor_parallel)
         if pipeline is not None:
-            product = pipeline.multiply_and_reduce(x, self.get_operands(x.dtype))
+            product = pipeline.multiply_and_reduce(*self._list_terms(x))
         else:
             product = tensor_parallel.reduce_output(self._compute_partial_product(x, dropout))
         return product if bias is None else product + bias
 
     def get_pipeline(self, tensor_parallel: TensorParallelHooks) -> PipelineHooks | None:
         """Return the hooks that pipeline this layer's product with its communication, if any."""
-        is_plain = self.adapters is None and self.scaled is None
-        if not is_plain or self.weight.dtype == torch.uint8 or torch.compiler.is_compiling():
+        is_pipelined = self.scaled is None and self.weight.dtype != torch.uint8
+        if self.is_adapted:
+            assert self.adapters is not None
+            is_pipelined &= self.adapters.is_additive
+        if not is_pipelined or torch.compiler.is_compiling():
             return None
         return tensor_parallel.pipeline
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if the layer has an adapter that is enabled."""
+        return self.adapters is not None and self.is_adapter_enabled
+
+    def add_update(self, product: Tensor, narrow_BLR: Tensor) -> Tensor:
+        """Add the adapter's update to a product; `narrow_BLR` is x A."""
+        assert self.adapters is not None
+        with name_results(None):
+            return product + self.lora_B(narrow_BLR) * self.adapters.scale
+
+    def _list_terms(self, x: Tensor) -> tuple[list[Tensor], list[Operands]]:
+        """List inputs and operands whose products add up to this layer's, without the bias."""
+        operands = self.get_operands(x.dtype)
+        if not self.is_adapted:
+            return [x], [operands]
+        assert self.adapters is not None
+        with name_results(None):
+            narrow_BLR = self.lora_A(x) * self.adapters.scale
+        return [x, narrow_BLR], [operands, self.lora_B.get_operands(x.dtype)]
 
     def get_operands(self, dtype: torch.dtype) -> Operands:
         """Return the weight and bias in `dtype`."""
@@ -114,7 +138,7 @@ class Linear(nn.Module):
 
     def _compute_partial_product(self, x: Tensor, dropout: Dropout | None) -> Tensor:
         """Compute this rank's part of a product that is summed over ranks."""
-        if self.adapters is not None and self.is_adapter_enabled and self.adapters.kind == "dora":
+        if self.is_adapted and self.adapters is not None and self.adapters.kind == "dora":
             return self._compute_product(x, None, dropout)  # its gradients read the result
         with name_partial_product():
             return self._compute_product(x, None, dropout)
@@ -188,9 +212,23 @@ def multiply_gathered(
     if tensor_parallel is not None:
         pipelines = [layer.get_pipeline(tensor_parallel) for layer in layers]
         if pipelines[0] is not None and None not in pipelines:
-            operands = [layer.get_operands(x_BSD.dtype) for layer in layers]
             with name_results(name):
-                return pipelines[0].multiply_gathered(x_BSD, operands)
+                return _multiply_pipelined(layers, x_BSD, pipelines[0])
         x_BSD = tensor_parallel.prepare_input(x_BSD)
     with name_results(name):
         return [layer(x_BSD, None, dropout) for layer in layers]
+
+
+def _multiply_pipelined(
+    layers: Sequence[Linear], x_BSD: Tensor, pipeline: PipelineHooks
+) -> list[Tensor]:
+    adapted = [layer for layer in layers if layer.is_adapted]
+    multiplied = [*layers, *(layer.lora_A for layer in adapted)]
+    results = pipeline.multiply_gathered(
+        x_BSD, [layer.get_operands(x_BSD.dtype) for layer in multiplied]
+    )
+    narrow = iter(results[len(layers) :])
+    return [
+        layer.add_update(product, next(narrow)) if layer.is_adapted else product
+        for layer, product in zip(layers, results, strict=False)
+    ]

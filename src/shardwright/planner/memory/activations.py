@@ -121,7 +121,13 @@ def get_layer_activations(
         cached = _compute_layer_activations(facts, kind, candidate)
         if candidate.quantised_shares is not None:
             block = build_block_tensors(facts, kind, candidate, is_repeated=False)
-            cached = replace(cached, quantising_bytes=compute_last_quantisation_bytes(block))
+            quantising = compute_last_quantisation_bytes(block)
+            if quantising and candidate.precision == "nvfp4" and candidate.recompute == "selective":
+                # Results of kernels are saved, and multiplied by the outer scales of rows. The
+                # forward pass has both; a recomputation frees the first.
+                _, products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+                quantising += products + block.inner + block.gathered
+            cached = replace(cached, quantising_bytes=quantising)
         facts.activation_cache[key] = cached
     assert isinstance(cached, LayerActivations)
     return cached
@@ -239,9 +245,6 @@ def _compute_layer_activations(
         # The end of the forward pass, beside all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
-    elif candidate.precision == "nvfp4" and any(map(any, tensors_of_block.temporaries)):
-        # Results of kernels are saved, and then multiplied by the outer scales of rows.
-        recomputed += attention.matmul_results - attention.output + inner_matmuls
     return LayerActivations(saved, recomputed, gradients, *deferred)
 
 

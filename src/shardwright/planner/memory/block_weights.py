@@ -61,10 +61,12 @@ def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> WeightBytes:
 
 def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
     """Compute the bytes of one layer's products with adapters: of rank width, and of the adapted
-    matrix's output width."""
+    matrix's output width. A product that is summed in chunks has no result of the latter."""
     adapter = candidate.adapter
     if adapter is None:
         return 0.0
+    layout = candidate.layout
+    is_pipelined = layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused")
     experts = facts.shape.experts
     elements = 0.0
     for product in (*kind.matmuls, *kind.expert_matmuls):
@@ -74,7 +76,9 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         if product in kind.expert_matmuls:
             assert experts is not None
             rows = candidate.count_expert_rows(experts.experts_per_token)
-        width = adapter.rank + _count_local_outputs(product, candidate.layout.tp)
+        width = float(adapter.rank)
+        if not (is_pipelined and product.sharding == "rows" and product in kind.matmuls):
+            width += _count_local_outputs(product, layout.tp)
         elements += rows * width
     return elements * candidate.activation_bytes
 

@@ -4,8 +4,9 @@
               parameters is gathered beyond what the backward pass needs
     backward  most activations are freed, gradients are complete, reduction buffers are in use,
               the embedding's gradient is computed
-    update    no activations or gathered parameters; optimizer states and working weights, as at
-              all times
+    update    no activations; optimizer states and working weights, as at all times. Stages 1 and 2
+              gather parameters for the next step, but without the whole gradients beside which
+              they are gathered in the backward pass: it is larger
 
 `planner.memory.parameter_memory` has the parts that persist between steps.
 """

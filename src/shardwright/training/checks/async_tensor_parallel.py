@@ -57,8 +57,12 @@ def _find_model_obstacle(plan: Plan) -> str | None:
         return "without tensor parallelism (tp 1) no product waits for communication"
     if plan.is_compiled:
         return "blocks are compiled, and the overlap runs outside compiled code"
-    if plan.shape.adapters is not None:
-        return "products with adapters do not overlap with communication"
+    adapters = plan.shape.adapters
+    if adapters is not None and not adapters.is_additive:
+        option = "adapters.kind dora" if adapters.kind == "dora" else "adapters.dropout"
+        return f"with {option} products do not overlap with communication"
+    if adapters is not None and adapters.quantize is not None:
+        return "products of quantised matrices do not overlap with communication"
     if plan.precision.low_precision is not None:
         return f"{plan.precision.kind} products do not overlap with communication"
     return None

@@ -25,6 +25,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch.auto_layout import (
     choose_compilation_here,
     choose_precision_here,
+    resolve_expert_dispatch_here,
     resolve_recompute_here,
 )
 from shardwright.launch.devices import should_use_cuda
@@ -161,6 +162,7 @@ def validate_run(
     placement = place_model(shape, layout, batch.sequence_length)
     plan = complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
     plan = resolve_async_tensor_parallel(recipe, plan)
+    plan = resolve_expert_dispatch_here(recipe, plan)
     plan = resolve_recompute_here(recipe, plan)
     recipe = _replace_auto_values(recipe, plan)
     if recipe.model.is_pretrained:
