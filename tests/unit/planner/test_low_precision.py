@@ -189,6 +189,29 @@ def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 9 * 2048 * 4 * 8192
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_temporary_memory_is_that_of_all_local_experts(num_ranks: int) -> None:
+    facts = get_model_facts(read_config(SPARSE))
+    (kind,) = facts.kinds
+    layout = Layout(dp_shard=num_ranks, ep=num_ranks)
+    candidate = replace(
+        make_candidate(SPARSE), layout=layout, sequence_length=16, micro_batch_size=1
+    )
+    temporaries = compute_block_temporaries(facts, kind, candidate)
+    num_experts = SPARSE["num_experts"] // num_ranks
+    width = SPARSE["hidden_size"]
+    inner = SPARSE["moe_intermediate_size"]
+    rows = 16 * SPARSE["num_experts_per_tok"]
+    # So few rows that the matrices are the largest operands.
+    weight = num_experts * width * inner
+    assert temporaries.down.output == 9 * weight + rows * inner
+    assert temporaries.down.input_gradient == 9 * weight + rows * width
+    assert temporaries.up.output == 9 * 2 * weight + rows * width
+    # With 512 times the tokens it is the rows of all local experts.
+    many = replace(candidate, sequence_length=8192)
+    assert compute_block_temporaries(facts, kind, many).down.output == 9 * 512 * rows * inner
+
+
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
     assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
