@@ -2,11 +2,12 @@
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
-Trains on `text/tinyshakespeare.txt`, one process on one core, about twenty minutes. bf16 is
-trained with three seeds: how far they are apart is the measure of the differences of the others,
-which see the batches of the first seed; nvfp4 is trained with all three. `--publish` writes the
-page, the curves and the numbers; `--render` writes the page and the curves from the published
-numbers.
+Trains on `text/tinyshakespeare.txt`, one process on one core, about forty minutes. Every precision
+is trained with the same three seeds and compared with bf16 of the same seed. bf16 is trained with
+more seeds: how far they are apart is the measure of these differences. With `--folder`, runs that
+have finished are kept in `runs.json` there, and a second start trains the others. `--publish`
+writes the page, the curves and the numbers; `--render` writes the page and the curves from the
+published numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +26,7 @@ import numpy as np
 from benchmarks.conditions import format_rows, read_conditions
 from shardwright.config.low_precision import FP8Recipe
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.report.line_chart import ChartFrame, Series, draw_curves
+from shardwright.report.line_chart import GREY, NUM_COLOURS, ChartFrame, Series, draw_curves
 from shardwright.report.recorded_run import load_runs
 from shardwright.report.run_comparison import compare_runs
 from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
@@ -38,6 +41,11 @@ NUM_STEPS = 300
 NUM_LAST_STEPS = 50
 """Steps of which the final training loss is the mean."""
 SEEDS = (1, 2, 3)
+"""Seeds of every precision."""
+BF16_SEEDS = (*SEEDS, 4, 5, 6)
+T_OF_95_PERCENT = 4.303
+"""Quantile of Student's t with two degrees of freedom, for a two-sided interval of three seeds."""
+FIELDS = {"final_loss": "training", "validation_loss": "validation"}
 FP8_RECIPES: tuple[str, ...] = get_args(FP8Recipe)
 MODEL = {
     "model_type": "llama",
@@ -65,7 +73,7 @@ SECTIONS: dict[str, Any] = {
         "max_grad_norm": 1.0,
     },
     "optimizer": {"name": "adamw", "beta2": 0.99},
-    "evaluation": {"every_steps": 100, "micro_batch_size": 16, "max_batches": 16},
+    "evaluation": {"every_steps": NUM_STEPS, "micro_batch_size": 16, "max_batches": 16},
 }
 
 
@@ -77,62 +85,80 @@ def main() -> None:
     parser.add_argument("--publish", action="store_true", help="write page, curves and numbers")
     parser.add_argument("--render", action="store_true", help="train nothing; write the page")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
-    parser.add_argument("--folder", type=Path, help="keep run folders here; skip those it has")
+    parser.add_argument("--folder", type=Path, help="keep runs here; skip finished ones")
     options = parser.parse_args()
     if options.render:
         publish(json.loads(NUMBERS.read_text()))
         return
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(options.folder or Path(scratch), options.steps)
-    print("\n".join(render_table(result)))
+    print(render_page(result))
     if options.publish:
         NUMBERS.write_text(format_rows(result) + "\n")
         publish(result)
 
 
-def list_runs() -> dict[str, tuple[int, Any]]:
-    """Return seed and precision of every run, by its name."""
-    runs: dict[str, tuple[int, Any]] = {"fp32": (SEEDS[0], "fp32")}
-    runs |= {f"bf16 seed {seed}": (seed, "bf16") for seed in SEEDS}
-    runs |= {
-        f"fp8 {recipe}": (SEEDS[0], {"kind": "fp8", "fp8": {"recipe": recipe}})
-        for recipe in FP8_RECIPES
+def list_runs() -> list[tuple[str, int, Any]]:
+    """Return name of the precision, seed and recipe section of every run; bf16 of a seed first."""
+    precisions: dict[str, Any] = {"bf16": "bf16", "fp32": "fp32"}
+    precisions |= {
+        f"fp8 {recipe}": {"kind": "fp8", "fp8": {"recipe": recipe}} for recipe in FP8_RECIPES
     }
-    nvfp4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
-    return runs | {f"nvfp4 seed {seed}": (seed, nvfp4) for seed in SEEDS}
+    runs = [(name, seed, section) for seed in SEEDS for name, section in precisions.items()]
+    runs += [("nvfp4", seed, build_nvfp4("stochastic")) for seed in SEEDS]
+    runs += [("bf16", seed, "bf16") for seed in BF16_SEEDS[len(SEEDS) :]]
+    return runs + [("nvfp4 nearest", seed, build_nvfp4("nearest")) for seed in SEEDS]
+
+
+def build_nvfp4(rounding: str) -> dict[str, Any]:
+    """Return the section of nvfp4 with a rounding of gradients."""
+    return {"kind": "nvfp4", "nvfp4": {"experimental": True, "gradient_rounding": rounding}}
 
 
 def measure(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Train every run; return losses, seconds and differences."""
+    """Train every run that `folder` has no result of; return losses and differences."""
     from shardwright.training.run import train  # imports torch
 
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "runs.json"
+    runs: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    for precision, seed, section in list_runs():
+        run_folder = name_folder(folder, precision, seed)
+        row = runs.get(run_folder.name)
+        if row is None or len(row["losses"]) != num_steps:
+            shutil.rmtree(run_folder, ignore_errors=True)  # of an interrupted run
+            train(write_recipe(run_folder, seed, section, num_steps))
+            row = {"precision": precision, "seed": seed} | read_run(run_folder)
+            row["difference"] = compare_with_bf16(folder, precision, seed)
+            runs[run_folder.name] = row
+            results.write_text(format_rows(runs) + "\n")
+        print(f"{run_folder.name}: {row['final_loss']:.4f}, {row['validation_loss']:.4f}")
+    return {"conditions": read_conditions(), "steps": num_steps, "runs": list(runs.values())}
+
+
+def name_folder(folder: Path, precision: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return folder / f"{precision.replace(' ', '-')}-seed-{seed}"
+
+
+def write_recipe(run_folder: Path, seed: int, precision: Any, num_steps: int) -> Any:
+    """Return the recipe of a run."""
     source = Path(os.environ["SHARDWRIGHT_DATA"]) / "text/tinyshakespeare.txt"
-    runs = []
-    for name, (seed, precision) in list_runs().items():
-        recipe = validate_recipe(
-            SECTIONS
-            | {
-                "seed": seed,
-                "precision": precision,
-                "data": {
-                    "sources": str(source),
-                    "validation_split": "tail",
-                    "validation_fraction": 0.05,
-                    "cache_dir": str(folder / "cache"),
-                },
-                "training": SECTIONS["training"] | {"max_steps": num_steps},
-                "run": {"dir": str(folder / name.replace(" ", "-")), "device": "cpu"},
-            }
-        )
-        run_folder = folder / name.replace(" ", "-")
-        if not run_folder.exists():
-            train(recipe)
-        runs.append({"name": name, "seed": seed} | read_run(run_folder))
-        print(f"{name}: {runs[-1]['final_loss']:.4f}, {runs[-1]['validation_loss']:.4f}")
-    for run in runs:
-        if run["name"] not in [f"bf16 seed {seed}" for seed in SEEDS[1:]]:
-            run["difference"] = compare_with_bf16(folder, str(run["name"]), int(run["seed"]))
-    return {"conditions": read_conditions(), "steps": num_steps, "runs": runs}
+    return validate_recipe(
+        SECTIONS
+        | {
+            "seed": seed,
+            "precision": precision,
+            "data": {
+                "sources": str(source),
+                "validation_split": "tail",
+                "validation_fraction": 0.05,
+                "cache_dir": str(run_folder.parent / "cache"),
+            },
+            "training": SECTIONS["training"] | {"max_steps": num_steps},
+            "run": {"dir": str(run_folder), "device": "cpu"},
+        }
+    )
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -152,93 +178,161 @@ def read_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def compare_with_bf16(folder: Path, name: str, seed: int) -> float:
+def compare_with_bf16(folder: Path, precision: str, seed: int) -> float:
     """Return the largest relative difference from bf16 of the same seed, as `compare` finds it."""
-    names = (name, f"bf16 seed {seed}")
-    run, reference = load_runs([folder / each.replace(" ", "-") for each in names])
+    run, reference = load_runs([name_folder(folder, name, seed) for name in (precision, "bf16")])
     return abs(compare_runs(run, reference).worst.relative_difference)
 
 
-def find_spread(result: dict[str, Any], field: str) -> tuple[float, float]:
+Runs = dict[str, dict[int, dict[str, Any]]]
+"""Runs by precision and seed."""
+
+
+def sort_runs(result: dict[str, Any]) -> Runs:
+    """Sort the runs by precision, in the order of the page."""
+    runs: Runs = {}
+    for run in result["runs"]:
+        runs.setdefault(run["precision"], {})[run["seed"]] = run
+    return runs
+
+
+def find_spread(runs: Runs, field: str, seeds: Sequence[int]) -> tuple[float, float]:
     """Return the smallest and the largest final loss of bf16's seeds."""
-    losses = [run[field] for run in result["runs"] if str(run["name"]).startswith("bf16")]
+    losses = [runs["bf16"][seed][field] for seed in seeds]
     return min(losses), max(losses)
 
 
-def list_outside(result: dict[str, Any]) -> list[str]:
-    """List the runs whose final loss is farther from bf16's of the same seed than its seeds lie
-    apart."""
+def list_differences(runs: Runs, precision: str, field: str) -> list[float]:
+    """List the differences of final losses from bf16 of the same seed."""
+    return [runs[precision][seed][field] - runs["bf16"][seed][field] for seed in SEEDS]
+
+
+def compute_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of the seeds' differences, and half of its 95% interval (Student's t)."""
+    half = T_OF_95_PERCENT * np.std(differences, ddof=1) / len(differences) ** 0.5
+    return float(np.mean(differences)), float(half)
+
+
+def list_outside(runs: Runs) -> list[str]:
+    """List the runs whose final loss is farther from bf16's of the same seed than bf16's three
+    seeds lie apart."""
     outside = []
-    references = {run["seed"]: run for run in result["runs"] if str(run["name"]).startswith("bf16")}
-    for field in ("final_loss", "validation_loss"):
-        low, high = find_spread(result, field)
-        outside += [
-            f"{run['name']} ({field})"
-            for run in result["runs"]
-            if not abs(run[field] - references[run["seed"]][field]) <= high - low
-        ]
+    for field, noun in FIELDS.items():
+        low, high = find_spread(runs, field, SEEDS)
+        for precision in runs:
+            differences = list_differences(runs, precision, field)
+            outside += [
+                f"{precision} seed {seed} ({noun})"
+                for seed, difference in zip(SEEDS, differences, strict=True)
+                if not abs(difference) <= high - low
+            ]
     return outside
 
 
-def render_table(result: dict[str, Any]) -> list[str]:
-    """Render the losses as rows of a Markdown table."""
+def list_distinct(runs: Runs) -> list[str]:
+    """List the precisions whose mean difference from bf16 has an interval without zero."""
+    distinct = []
+    for field, noun in FIELDS.items():
+        for precision in runs:
+            mean, half = compute_interval(list_differences(runs, precision, field))
+            if not abs(mean) <= half:
+                distinct.append(f"{precision} ({noun}, {mean:+.4f})")
+    return distinct
+
+
+def render_losses(runs: Runs, field: str) -> list[str]:
+    """Render final losses and their differences from bf16 as rows of a Markdown table."""
     lines = [
-        "| run | training loss | validation loss | difference | flushed | saturated |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| precision | seeds 1, 2, 3 | minus bf16 of the same seed | mean difference |",
+        "| --- | ---: | ---: | ---: |",
     ]
-    for run in result["runs"]:
-        difference = "" if "difference" not in run else f"{run['difference']:.2%}"
-        flushed = "" if run["largest_flushed"] is None else f"{run['largest_flushed']:.2%}"
-        saturated = "" if run["num_saturated"] is None else str(run["num_saturated"])
-        lines.append(
-            f"| {run['name']} | {run['final_loss']:.4f} | {run['validation_loss']:.4f} "
-            f"| {difference} | {flushed} | {saturated} |"
-        )
+    for precision, by_seed in runs.items():
+        losses = ", ".join(f"{by_seed[seed][field]:.4f}" for seed in SEEDS)
+        if precision == "bf16":
+            lines.append(f"| bf16 | {losses} | | |")
+            continue
+        differences = list_differences(runs, precision, field)
+        mean, half = compute_interval(differences)
+        each = ", ".join(f"{difference:+.4f}" for difference in differences)
+        lines.append(f"| {precision} | {losses} | {each} | {mean:+.4f} ± {half:.4f} |")
+    return lines
+
+
+def render_rounding(runs: Runs) -> list[str]:
+    """Render the largest difference of a curve, and the counts of rounding."""
+    lines = ["| precision | difference | flushed | saturated |", "| --- | ---: | ---: | ---: |"]
+    for precision, by_seed in runs.items():
+        if precision == "bf16":
+            continue
+        difference = max(run["difference"] for run in by_seed.values())
+        flushed = [run["largest_flushed"] for run in by_seed.values()]
+        saturated = [run["num_saturated"] for run in by_seed.values()]
+        counts = " | " if None in flushed else f"{max(flushed):.2%} | {sum(saturated)}"
+        lines.append(f"| {precision} | {difference:.2%} | {counts} |")
     return lines
 
 
 def render_page(result: dict[str, Any]) -> str:
     """Render the published page."""
     conditions = result["conditions"]
-    spreads = [find_spread(result, field) for field in ("final_loss", "validation_loss")]
-    (low, high), (validation_low, validation_high) = spreads
-    outside = list_outside(result)
-    verdict = (
-        "Every run differs from bf16 of the same seed by less than bf16's seeds differ from each "
-        "other."
-        if not outside
-        else f"Farther from bf16 of the same seed than its seeds lie apart: {', '.join(outside)}."
-    )
+    runs = sort_runs(result)
+    spreads = []
+    for field, noun in FIELDS.items():
+        low, high = find_spread(runs, field, SEEDS)
+        all_low, all_high = find_spread(runs, field, BF16_SEEDS)
+        deviation = np.std([runs["bf16"][seed][field] for seed in BF16_SEEDS], ddof=1)
+        spreads.append(
+            f"- {noun}: three seeds {low:.4f} to {high:.4f}, {high - low:.4f} apart; "
+            f"{len(BF16_SEEDS)} seeds\n  {all_low:.4f} to {all_high:.4f}, {all_high - all_low:.4f} "
+            f"apart, with a standard deviation of {deviation:.4f}."
+        )
+    outside = ", ".join(list_outside(runs)) or "none"
+    distinct = ", ".join(list_distinct(runs)) or "none"
     return f"""# Losses in fp32, bf16, 8 and 4 bits
 
 <!-- Written by `python -m benchmarks.low_precision --publish`; edit the script. -->
 
 A Llama of {MODEL["num_hidden_layers"]} layers and width {MODEL["hidden_size"]} on
 tinyshakespeare, characters as tokens, {result["steps"]} steps of 512 tokens. 8-bit and 4-bit
-products are emulated, in both layers, and everything else is computed in bf16. Runs without a seed
-in their names see the batches and the initial weights of the first seed.
+products are emulated, in both layers, and everything else is computed in bf16. Runs of one seed see
+the same batches and begin with the same weights.
 
     SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.low_precision --publish
 
-{chr(10).join(render_table(result))}
+How far seeds of bf16 are apart:
 
-- Training loss: mean of the last {NUM_LAST_STEPS} steps. Validation loss: 256 rows that are not
-  trained on.
+{chr(10).join(spreads)}
+
+Training loss, mean of the last {NUM_LAST_STEPS} steps:
+
+{chr(10).join(render_losses(runs, "final_loss"))}
+
+Validation loss, 256 rows that are not trained on:
+
+{chr(10).join(render_losses(runs, "validation_loss"))}
+
+The mean difference has its 95% interval, by Student's t for three pairs.
+
+- **Runs farther from bf16 of the same seed than bf16's three seeds lie apart**: {outside}.
+- **Precisions whose interval is without zero**: {distinct}. If no precision
+  mattered, about one of these {2 * len(runs) - 2} intervals would be so by chance.
+
+{chr(10).join(render_rounding(runs))}
+
 - Difference: the largest from bf16 of the same seed, of means over windows of
-  {max(25, result["steps"] // 10)} steps, as `shardwright compare` computes it.
+  {max(25, result["steps"] // 10)} steps, as `shardwright compare` computes it, of any seed.
 - Flushed: largest fraction of a step's quantised elements that became zero, of one kind of layer.
   Saturated: elements of all steps that were clamped.
+- `nvfp4` rounds gradients stochastically, `nvfp4 nearest` to nearest.
 
-**{verdict}** The three seeds of bf16 span {low:.4f} to {high:.4f} in training and
-{validation_low:.4f} to {validation_high:.4f} in validation.
-
-![Training loss of all runs](../images/{LOSS_IMAGE.name})
+![Training loss, mean over three seeds](../images/{LOSS_IMAGE.name})
 
 ![Relative difference of the training loss from bf16](../images/{DIFFERENCE_IMAGE.name})
 
 Conditions: one process, one core of {conditions["processor"]}, torch
-{conditions["packages"]["torch"]}, {conditions["date"]}. The model is small and the run is short;
-larger ones are not measured.
+{conditions["packages"]["torch"]}, {conditions["date"]}. Another processor sums in another order, so
+losses differ there, also in bf16. The model is small and the run is short; larger ones are not
+measured.
 """
 
 
@@ -248,29 +342,32 @@ def smooth(values: np.ndarray[Any, Any], window: int = 25) -> np.ndarray[Any, An
 
 
 def draw(result: dict[str, Any]) -> tuple[str, str]:
-    """Draw the losses, and their relative differences from bf16 of the same seed."""
-    losses = {run["name"]: np.array(run["losses"]) for run in result["runs"]}
-    seeds = {run["name"]: run["seed"] for run in result["runs"]}
+    """Draw the losses, and their relative differences from bf16 of the same seed; each curve is the
+    mean over the seeds of all precisions."""
     curves = []
     differences = []
-    for number, (name, values) in enumerate(losses.items()):
-        smoothed = smooth(values)
-        first = len(values) - len(smoothed) + 1
-        steps = np.arange(first, len(values) + 1, dtype=np.float64)
-        reference = losses[f"bf16 seed {seeds[name]}"]
-        # Seeds of nvfp4 share a colour, as those of bf16 do.
-        first_of_nvfp4 = len(losses) - len(SEEDS)
-        colour = max(0, min(number, first_of_nvfp4) - len(SEEDS) + 1)
-        style: Any = "dashed" if name.startswith("bf16") else "line"
-        curves.append(Series(name, steps, smoothed, colour, style))
-        if values is not reference:
-            relative = 100 * smooth((values - reference) / reference)
-            differences.append(Series(name, steps, relative, colour))
+    bf16_losses: list[np.ndarray[Any, Any]] = []
+    for number, (precision, by_seed) in enumerate(sort_runs(result).items()):
+        losses = [np.array(by_seed[seed]["losses"]) for seed in SEEDS]
+        bf16_losses = bf16_losses or losses
+        smoothed = smooth(np.mean(losses, axis=0))
+        num_steps = len(losses[0])
+        steps = np.arange(num_steps - len(smoothed) + 1, num_steps + 1, dtype=np.float64)
+        # The first two are grey; the last two, both nvfp4, share a colour.
+        colour = GREY if number < 2 else min(number - 2, NUM_COLOURS - 1)
+        is_dashed = precision in ("bf16", "nvfp4 nearest")
+        style: Any = "dashed" if is_dashed else "line"
+        label = f"{precision} (dashed)" if is_dashed else precision
+        curves.append(Series(label, steps, smoothed, colour, style))
+        if number:
+            pairs = zip(losses, bf16_losses, strict=True)
+            relative = 100 * smooth(np.mean([(a - b) / b for a, b in pairs], axis=0))
+            differences.append(Series(label, steps, relative, colour, style))
     frame = ChartFrame(y_label="training loss", labels="legend", height=400)
-    title = "Training loss, mean over 25 steps"
+    title = "Training loss, mean over 25 steps and three seeds"
     loss_image = draw_curves(curves, frame, title=title, is_standalone=True)
     frame = ChartFrame(y_label="percent", labels="legend", rules=((0.0, ""),), height=320)
-    title = "Training loss against bf16 of the same seed, mean over 25 steps"
+    title = "Training loss against bf16 of the same seed, mean over 25 steps and three seeds"
     return loss_image, draw_curves(differences, frame, title=title, is_standalone=True)
 
 

@@ -122,8 +122,9 @@ def record_operands() -> Iterator[dict[OperandKey, list[Tensor]]]:
         values_RC = dequantise(matrix)
         # The gradient of a row's first query is zero but for the noise of a sum in fp64, whose
         # order depends on the layout. Most scales flush it, and keep its sign; those of mxfp8 are
-        # small enough for it.
+        # small enough for it, and stochastic rounding may round it up.
         is_noise = values_RC.abs() <= _FP64_NOISE * values_RC.abs().amax()
+        is_noise |= values.abs() <= _FP64_NOISE * values.abs().amax()
         codes = torch.where(is_noise | (codes == _NEGATIVE_ZERO), 0, codes)[..., None]
         rounded = torch.where(is_noise, 0.0, values_RC).contiguous()[..., None].view(torch.uint8)
         parts = [codes, rounded]

@@ -53,6 +53,9 @@ class NVFP4Section(_LowPrecisionSection):
 
     experimental: bool = False
     """Must be true: long runs are not measured, and formats may change between versions."""
+    gradient_rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of gradients of outputs. `stochastic`: up or down at random, so that the mean is
+    exact; the random numbers depend on seed, step and values, not on the layout."""
     emulate: bool = False
     """Emulate on CUDA devices, slowly. CPUs always emulate."""
 

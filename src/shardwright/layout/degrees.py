@@ -96,6 +96,11 @@ class Layout:
         """Number of ranks over which ZeRO shards one expert."""
         return self.fsdp // self.ep
 
+    @property
+    def num_gathers_ahead(self) -> int:
+        """Number of groups of parameters that are gathered while another one computes."""
+        return min(self.prefetch_depth, self.max_gathers_in_flight - 1)
+
     def degree(self, axis: str) -> int:
         """Return the size of an axis: one of `AXES`, `fsdp`, `efsdp` or `ep`."""
         return int(getattr(self, axis))

@@ -59,6 +59,8 @@ class Decoder(nn.Module):
 
     parallel_hooks: ParallelHooks = NO_PARALLEL_HOOKS
     rounding_totals: RoundingTotals | None = None  # None without quantised operands
+    rounding_key: Tensor | None = None
+    """Key of a step's random numbers; None if nothing is rounded stochastically."""
     label_smoothing: float = 0.0
     """Fraction of each target spread evenly over the vocabulary, in training."""
     noise_size: float = 0.0

@@ -15,9 +15,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shardwright.model.hashing import combine_bits, hash_numbers, mix_bits, to_int32
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
-
-_MASK_32 = 0xFFFFFFFF
 
 
 class DropoutSite(IntEnum):
@@ -55,13 +54,11 @@ class Dropout:
     def from_key(key: DropoutKey, token_indices_T: Tensor, device: torch.device) -> Dropout:
         """Hash seed, step, sample indices (64 bits each) and token indices (32 bits)."""
         samples_B = key.sample_indices_B.to(device=device, dtype=torch.int64)
-        state_B = torch.zeros_like(samples_B, dtype=torch.int32)
-        for part in (key.seed, key.seed >> 32, key.step, key.step >> 32):
-            state_B = _mix(state_B ^ _to_int32(part))
+        state_B = hash_numbers(key.seed, key.step)
         for part_B in (samples_B, samples_B >> 32):
-            state_B = _mix(state_B ^ _to_int32_tensor(part_B))
+            state_B = mix_bits(state_B ^ _to_int32_tensor(part_B))
         return Dropout(
-            _combine(state_B[:, None], token_indices_T.to(device=device, dtype=torch.int32) + 1)
+            combine_bits(state_B[:, None], token_indices_T.to(device=device, dtype=torch.int32) + 1)
         )
 
     def select_local_tokens(self, tensor_parallel: TensorParallelHooks | None) -> Dropout:
@@ -74,25 +71,27 @@ class Dropout:
 
     def select_layer(self, index: int) -> Dropout:
         """Derive the masks of layer `index`."""
-        number = _to_int32(index + 1)
+        number = to_int32(index + 1)
         return Dropout(
-            _mix(self.keys_BT ^ number),
-            None if self.row_keys_BT is None else _mix(self.row_keys_BT ^ number),
+            mix_bits(self.keys_BT ^ number),
+            None if self.row_keys_BT is None else mix_bits(self.row_keys_BT ^ number),
         )
 
     def drop(self, x_BTD: Tensor, rate: float, site: DropoutSite) -> Tensor:
         """Zero each feature of each token with probability `rate`; divide others by 1 -
         rate.
         """
-        keys_BT = _mix(self.keys_BT ^ site.value)
+        keys_BT = mix_bits(self.keys_BT ^ site.value)
         return _apply_mask(
-            x_BTD, _combine(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device)), rate
+            x_BTD,
+            combine_bits(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device)),
+            rate,
         )
 
     def add_noise(self, x_BTD: Tensor, bound: float) -> Tensor:
         """Add a uniform number from [-size, size) to each feature of each token."""
-        keys_BT = _mix(self.keys_BT ^ DropoutSite.NOISE.value)
-        hashed_BTD = _combine(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device))
+        keys_BT = mix_bits(self.keys_BT ^ DropoutSite.NOISE.value)
+        hashed_BTD = combine_bits(keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device))
         return x_BTD + (hashed_BTD.to(torch.float32) * (bound * 2.0**-31)).to(x_BTD.dtype)
 
     def drop_adapter(
@@ -102,10 +101,12 @@ class Dropout:
 
         `first_feature` is the index, in the whole model, of this rank's first input feature.
         """
-        keys_BT = _mix(_mix(self.keys_BT ^ DropoutSite.ADAPTER.value) ^ _to_int32(number + 1))
+        keys_BT = mix_bits(
+            mix_bits(self.keys_BT ^ DropoutSite.ADAPTER.value) ^ to_int32(number + 1)
+        )
         return _apply_mask(
             x_BTD,
-            _combine(
+            combine_bits(
                 keys_BT[..., None], _make_indices(x_BTD.shape[-1], x_BTD.device, first_feature)
             ),
             rate,
@@ -127,48 +128,28 @@ class Dropout:
         """
         _, num_heads, _, num_keys = weights_BHTS.shape
         device = weights_BHTS.device
-        keys_BT = _mix(self.keys_BT ^ DropoutSite.ATTENTION.value)
-        keys_BHT = _combine(keys_BT[:, None], _make_indices(num_heads, device, first_head)[:, None])
+        keys_BT = mix_bits(self.keys_BT ^ DropoutSite.ATTENTION.value)
+        keys_BHT = combine_bits(
+            keys_BT[:, None], _make_indices(num_heads, device, first_head)[:, None]
+        )
         indices_S = (
             _make_indices(num_keys, device)
             if key_indices_S is None
             else key_indices_S.to(torch.int32) + 1
         )
-        return _apply_mask(weights_BHTS, _combine(keys_BHT[..., None], indices_S), rate)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash 32 bits to 32 bits; one flipped input bit flips about half of the output bits.
-
-    Source: Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). int32 products wrap
-    around. `>>` extends the sign; the masks remove it.
-    """
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_to_int32(0x846CA68B))
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-
-
-def _combine(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Hash pairs of a key and a number; numbers are hashed first, so that neighbours differ."""
-    return _mix(keys ^ _mix(numbers))
+        return _apply_mask(weights_BHTS, combine_bits(keys_BHT[..., None], indices_S), rate)
 
 
 def _make_indices(count: int, device: torch.device, first: int = 0) -> Tensor:
     return torch.arange(first + 1, first + count + 1, dtype=torch.int32, device=device)
 
 
-def _to_int32(value: int) -> int:
-    """Return the low 32 bits of `value` as a signed number."""
-    value &= _MASK_32
-    return value - 2**32 if value >= 2**31 else value
-
-
 def _to_int32_tensor(values: Tensor) -> Tensor:
     """Return the low 32 bits of int64 values as int32."""
-    low = values & _MASK_32
+    low = values & 0xFFFFFFFF
     return torch.where(low >= 2**31, low - 2**32, low).to(torch.int32)
 
 
 def _apply_mask(x: Tensor, hashed: Tensor, rate: float) -> Tensor:
-    dropped = hashed < _to_int32(round(rate * 2**32) + 2**31)
+    dropped = hashed < to_int32(round(rate * 2**32) + 2**31)
     return (x / (1.0 - rate)).masked_fill(dropped, 0.0)

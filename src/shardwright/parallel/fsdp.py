@@ -214,7 +214,7 @@ def _set_prefetch(groups: list[FSDPModule], root: FSDPModule, layout: Layout) ->
 
     Never more than `max_gathers_in_flight` groups are gathered, the one in use included.
     """
-    ahead = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
+    ahead = layout.num_gathers_ahead
     for index, group in enumerate(groups):
         following = groups[index + 1 : index + 1 + ahead]
         preceding = groups[max(0, index - ahead) : index][::-1]

@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from shardwright.config.low_precision import NVFP4Section
 from shardwright.layout import ParameterLayout
 from shardwright.model.decoder import Decoder
+from shardwright.model.hashing import hash_numbers
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
@@ -30,6 +32,8 @@ def install_low_precision(
     names = select_scaled_weights(shape, section)
     totals = RoundingTotals(list(names))
     decoder.rounding_totals = totals
+    if isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic":
+        decoder.rounding_key = torch.zeros((), dtype=torch.int32, device="cpu")
     group = None if mesh is None else mesh.group("tp")
     name_of_weight = {parameter: name for name, parameter in decoder.named_parameters()}
     for module in decoder.modules():
@@ -45,7 +49,14 @@ def install_low_precision(
             None if group is None else partial(reduce_maxima, group=group),
             is_emulated=section.emulate or device.type == "cpu",
             totals=totals,
+            rounding_key=decoder.rounding_key,
         )
+
+
+def set_rounding_step(decoder: Decoder, seed: int, step: int) -> None:
+    """Let stochastic rounding draw the random numbers of a step; no effect without it."""
+    if decoder.rounding_key is not None:
+        decoder.rounding_key.copy_(hash_numbers(seed, step))
 
 
 def find_sharded_dim(

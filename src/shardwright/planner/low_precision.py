@@ -35,12 +35,15 @@ EAGER_4BIT_BYTES = 109.0
 """The same for `nvfp4`: 24 for the maxima and a cast, 8 to scale, 8 to clamp, 64 to round to E2M1
 (magnitudes 8, distances between neighbours 24, quotient 12, rounding 8, product 12), and 5 to cast
 to a byte; packing two to a byte is not counted."""
+STOCHASTIC_BYTES = 200.0
+"""Bytes moved in addition per element that is rounded stochastically in separate operations: 44 for
+the sum of a block's halves, 104 for the hash, 32 to turn it into a number, 20 to add and round."""
 _TEMPORARY_BYTES = 9.0
 """Bytes per element at the peak of a quantisation in separate operations: fp32 before and after
 the clamp, and the codes."""
-_TEMPORARY_4BIT_BYTES = 20.0
-"""The same for `nvfp4`: fp32 values, magnitudes, distances, and quotients before and after they are
-rounded."""
+_TEMPORARY_4BIT_BYTES = 17.0
+"""The same for `nvfp4`: fp32 values, magnitudes, distances before and after the smallest numbers
+have theirs, and a byte for which of them these are."""
 
 
 _SPANNING_SCALES: dict[LowPrecisionRecipe, Literal["rows", "tensors"]] = {
@@ -89,6 +92,8 @@ class ScaledShares:
     """Operands have 4 bits (`nvfp4`), not 8."""
     spanning: Literal["nothing", "rows", "tensors"] = "nothing"
     """Extent of a scale that tensor-parallel ranks may share: a row or column, or a tensor."""
+    has_stochastic_gradients: bool = False
+    """Gradients of outputs are rounded stochastically."""
     gathered: float = 0.0
     """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
     blocks."""
@@ -207,6 +212,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
         section.kind == "nvfp4",
         _SPANNING_SCALES.get(section.recipe, "nothing"),
+        isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
         _compute_gathered_share(shape, section, totals),
     )
 

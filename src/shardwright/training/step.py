@@ -29,6 +29,7 @@ from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel import ParallelModel
+from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
 from shardwright.training.metrics.expert_load import update_balance_biases
@@ -274,8 +275,8 @@ def accumulate_gradients(
 
     Args:
         micro_batches: Micro-batches of this rank; the same number on every rank.
-        seed: Seed of the run, for dropout.
-        step: Optimizer step, for dropout.
+        seed: Seed of the run, for dropout and stochastic rounding.
+        step: Optimizer step, for the same.
         loss_scale: Loss scale of fp16; `update_parameters` divides by it.
         times: Receives the marks of forward, backward and exposed reduction.
         objective: Loss to train.
@@ -302,6 +303,7 @@ def accumulate_gradients(
         dropout = DropoutKey(seed, step, batch.sample_indices_B) if model.decoder.training else None
         return objective.arguments(batch) | routing | {"dropout": dropout}
 
+    set_rounding_step(model.decoder, seed, step)
     with agree_on_maxima(model.weight_maxima):
         loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()

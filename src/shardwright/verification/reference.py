@@ -31,7 +31,7 @@ from shardwright.model.hf.hf_decoder import Float64Mode, HFDecoder
 from shardwright.model.lora import initialise_adapter
 from shardwright.model.products.nf4 import read_dequantised_slice, read_packed_slice
 from shardwright.model.weight_init import DimRanges, initialise_parameter
-from shardwright.parallel.low_precision import install_low_precision
+from shardwright.parallel.low_precision import install_low_precision, set_rounding_step
 from shardwright.placement import has_micro_batch_scales
 from shardwright.plans import BatchPlan, Plan, balance_work, build_plan, pad_to_longest_row
 from shardwright.verification.cases import VerificationCase, VerificationDtype
@@ -273,6 +273,7 @@ def _run_backward(decoder: Decoder, problem: VerificationProblem, step: int) -> 
         else torch.ones_like(labels_BT)
     )
     decoder.zero_grad()
+    set_rounding_step(decoder, problem.seed, step)
     loss_sum = decoder(
         torch.from_numpy(np.stack([row.input_ids for row in rows])),
         positions_BT=torch.from_numpy(np.stack([row.positions for row in rows])),

@@ -37,7 +37,7 @@ CASES: list[Case] = [
     ("llama", "blockwise", ZERO_3, "none"),
     ("llama", "mxfp8", TENSOR, "none"),
     ("llama", "nvfp4", ZERO_1, "selective"),
-    ("qwen3_moe", "rowwise_with_gw_hp", ZERO_3, "none"),
+    ("qwen3_moe", "mxfp8", ZERO_3, "full"),
 ]
 LONG_CASES: list[Case] = [
     ("llama", "bf16", TENSOR, "none"),
@@ -51,6 +51,7 @@ LONG_CASES: list[Case] = [
     ("llama", "nvfp4", TENSOR, "none"),
     ("llama", "nvfp4", ZERO_3, "full"),
     ("qwen3_moe", "mxfp8", ZERO_3, "none"),
+    ("qwen3_moe", "rowwise_with_gw_hp", ZERO_3, "none"),
     ("qwen3_moe", "blockwise", ZERO_1, "selective"),
 ]
 

@@ -17,6 +17,7 @@ from shardwright.doctor.rates import scaled_rates
 from shardwright.hardware import MatmulRate
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
+from shardwright.model.hashing import hash_numbers
 from shardwright.model.products import fp8
 from shardwright.model.products.operand import PRODUCT_SCALINGS, list_scales, quantise
 from shardwright.model.products.product import ProductRule, multiply_by_expert
@@ -245,10 +246,12 @@ def test_a_quantisation_needs_the_memory_that_the_planner_counts(name: str) -> N
     shares = ScaledShares(1.0, 1.0, 1.0, False, has_4bit_operands=name == "nvfp4")
     for tokens, width in ((512, 1024), (1024, 256)):
         x = torch.randn(tokens, width).bfloat16().to(GPU)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        matrix = quantise(x, PRODUCT_SCALINGS[name].output[0])
-        peak = torch.cuda.max_memory_allocated() - before
-        scales = sum(4 * each.numel() for each in list_scales(matrix))
-        counted = shares.temporary_bytes * tokens * width
-        assert counted <= peak <= counted + 4 * scales
+        for key in (None, hash_numbers(1)) if name == "nvfp4" else (None,):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            matrix = quantise(x, PRODUCT_SCALINGS[name].output[0], key=key)
+            peak = torch.cuda.max_memory_allocated() - before
+            scales = sum(4 * each.numel() for each in list_scales(matrix))
+            counted = shares.temporary_bytes * tokens * width
+            assert counted <= peak <= counted + 4 * scales
+            del matrix

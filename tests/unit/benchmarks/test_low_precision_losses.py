@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import low_precision
 from benchmarks.low_precision import (
+    BF16_SEEDS,
     DIFFERENCE_IMAGE,
+    FIELDS,
     FP8_RECIPES,
     LOSS_IMAGE,
     NUMBERS,
     PAGE,
     SEEDS,
+    compute_interval,
     draw,
     find_spread,
+    list_distinct,
     list_outside,
+    measure,
     render_page,
+    sort_runs,
 )
 
 from shardwright.report.run_comparison import PRECISION_TOLERANCE
@@ -29,39 +37,65 @@ def published() -> Any:
 
 
 def test_the_tolerance_of_precisions_follows_the_published_runs(published: Any) -> None:
-    """The spread of bf16's seeds, rounded; the difference of every precision of 8 bits and more is
-    smaller."""
+    """The spread of bf16's seeds, rounded."""
+    runs = sort_runs(published)
     spreads = []
-    for field in ("final_loss", "validation_loss"):
-        low, high = find_spread(published, field)
+    for field in FIELDS:
+        low, high = find_spread(runs, field, SEEDS)
         spreads.append((high - low) / low)
     assert round(max(spreads), 2) == PRECISION_TOLERANCE
-    differences = [
-        run["difference"]
-        for run in published["runs"]
-        if "difference" in run and not run["name"].startswith("nvfp4")
-    ]
-    assert 0 < max(differences) < PRECISION_TOLERANCE
 
 
-def test_validation_losses_are_within_the_spread_of_bf16(published: Any) -> None:
-    names = [run["name"] for run in published["runs"]]
-    assert {f"fp8 {recipe}" for recipe in FP8_RECIPES} < set(names)
-    assert {f"nvfp4 seed {seed}" for seed in SEEDS} < set(names)
+def test_every_precision_has_its_seeds_and_steps(published: Any) -> None:
+    runs = sort_runs(published)
+    fp8 = [f"fp8 {recipe}" for recipe in FP8_RECIPES]
+    assert list(runs) == ["bf16", "fp32", *fp8, "nvfp4", "nvfp4 nearest"]
+    for precision, by_seed in runs.items():
+        assert tuple(by_seed) == (BF16_SEEDS if precision == "bf16" else SEEDS)
     assert published["steps"] >= 300
     assert {len(run["losses"]) for run in published["runs"]} == {published["steps"]}
-    # The page and docs/low-precision.md name the ones that are outside; fp8's is by 0.001.
-    assert list_outside(published) == [
-        "fp8 rowwise_with_gw_hp (final_loss)",
-        "nvfp4 seed 3 (final_loss)",
-        "nvfp4 seed 3 (validation_loss)",
-    ]
+
+
+def test_worse_runs_are_named(published: Any) -> None:
     worse = copy.deepcopy(published)
-    worse["runs"][-2]["validation_loss"] += 0.1
-    worse["runs"][-3]["final_loss"] = float("nan")
-    outside = [f"{names[-3]} (final_loss)", f"{names[-2]} (validation_loss)"]
-    assert set(outside) < set(list_outside(worse))
-    assert all(name in render_page(worse) for name in outside)
+    runs = sort_runs(worse)
+    runs["fp8 mxfp8"][2]["validation_loss"] += 0.1
+    runs["nvfp4"][3]["final_loss"] = float("nan")
+    named = {"fp8 mxfp8 seed 2 (validation)", "nvfp4 seed 3 (training)"}
+    assert not named & set(list_outside(sort_runs(published)))
+    assert named < set(list_outside(runs))
+    for run in runs["fp8 blockwise"].values():
+        run["final_loss"] = runs["bf16"][run["seed"]]["final_loss"] + 0.01 + 0.001 * run["seed"]
+    distinct = list_distinct(runs)
+    assert "fp8 blockwise (training, +0.0120)" in distinct
+    assert all(name in render_page(worse) for name in (*named, *distinct))
+    assert compute_interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / 3**0.5))
+
+
+def test_finished_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwright.training import run
+
+    folders = []
+
+    def stop_at_third(recipe: Any) -> None:
+        folders.append(Path(recipe.run.dir))
+        folders[-1].mkdir()
+        if len(folders) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("SHARDWRIGHT_DATA", str(tmp_path))
+    monkeypatch.setattr(run, "train", stop_at_third)
+    row = {"final_loss": 2.0, "validation_loss": 2.0, "losses": [2.0]}
+    monkeypatch.setattr(low_precision, "read_run", lambda folder: dict(row))
+    monkeypatch.setattr(low_precision, "compare_with_bf16", lambda *run: 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path, 1)
+    runs = measure(tmp_path, 1)["runs"]
+    # The interrupted one is trained again from its beginning.
+    assert [folders.count(folder) for folder in dict.fromkeys(folders)][:4] == [1, 1, 2, 1]
+    assert len(folders) == len(runs) + 1
+    assert measure(tmp_path, 1)["runs"] == runs
+    assert len(folders) == len(runs) + 1
 
 
 def test_page_and_curves_follow_the_numbers(published: Any) -> None:

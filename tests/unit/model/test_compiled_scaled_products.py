@@ -13,6 +13,7 @@ from shardwright.architecture import read_config
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.model import Decoder
+from shardwright.model.hashing import hash_numbers
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import (
@@ -67,9 +68,14 @@ def build(model: str, recipe: str, recompute: RecomputeKind) -> Decoder:
         if isinstance(module, Linear | ExpertStack)
     }
     decoder.rounding_totals = RoundingTotals(list(layers))
+    if recipe == "nvfp4":
+        decoder.rounding_key = hash_numbers()
     for name, module in layers.items():
         module.scaled = ScaledProducts(
-            PRODUCT_SCALINGS[recipe], name, totals=decoder.rounding_totals
+            PRODUCT_SCALINGS[recipe],
+            name,
+            totals=decoder.rounding_totals,
+            rounding_key=decoder.rounding_key,
         )
     decoder.set_recompute(build_recompute_runner(recompute))
     return decoder
@@ -82,6 +88,8 @@ def run_step(decoder: Decoder, step: int) -> tuple[list[Tensor], CountedOperands
     decoder.zero_grad()
     assert decoder.rounding_totals is not None
     decoder.rounding_totals.is_counting = True
+    if decoder.rounding_key is not None:
+        decoder.rounding_key.copy_(hash_numbers(step))
     with record_counted_operands() as operands:
         row_weight = None if decoder.shape.experts is None else 0.5
         decoder(ids_BT, labels_BT=ids_BT, row_weight=row_weight).backward()
@@ -124,8 +132,11 @@ def compile_quantise() -> Any:
 
     scalings = [*SCALINGS, *PRODUCT_SCALINGS["nvfp4"].output]
 
+    key = hash_numbers(1)
+
     def quantise_all(values: Tensor) -> list[list[Tensor]]:
         matrices = [quantise(values, scaling) for scaling in scalings]
+        matrices.append(quantise(values, PRODUCT_SCALINGS["nvfp4"].input_gradient[0], key=key))
         return [[m.codes, *list_scales(m), dequantise(m)] for m in matrices]
 
     return torch.compile(quantise_all, fullgraph=True), quantise_all

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.model.hashing import hash_numbers
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.nvfp4 import RECIPE, TwoLevelMatrix, TwoLevelScaling
@@ -146,6 +147,62 @@ def test_shards_with_agreed_maxima_have_the_codes_of_the_whole(
         maxima = torch.stack([fp8.compute_block_maxima(s, scaling.outer) for s in shards]).amax(0)
         own = [nvfp4.quantise(shard, scaling, maxima) for shard in shards]
     assert torch.equal(join_bytes(own, dim), join_bytes([whole], dim))
+
+
+def test_stochastic_rounding_has_the_value_as_its_mean() -> None:
+    values = make_matrix(48, 80)
+    num_keys = 200
+    rounded = [
+        nvfp4.dequantise(nvfp4.quantise(values, ROW, key=hash_numbers(7, step)))
+        for step in range(num_keys)
+    ]
+    nearest = nvfp4.dequantise(nvfp4.quantise(values, ROW))
+    # The largest number of a block may be clamped, also when it is rounded to nearest.
+    scales = fp8.compute_block_maxima(values, ROW).repeat_interleave(16, 1)
+    is_inside = values.abs() < 0.9 * scales
+    for each in rounded:
+        assert ((each - values).abs() < 2 * scales / 6 * 1.1)[is_inside].all()
+    error = (torch.stack(rounded).mean(0) - values)[is_inside]
+    scale = scales[is_inside]
+    # The deviation of one is at most half a distance, which is at most a third of the maximum.
+    assert ((error / scale).abs() < 5 * (1 / 6) * 1.1 / num_keys**0.5).all()
+    # Of all elements together, far below that of rounding to nearest.
+    assert (error / scale).square().mean() < 0.05 * (
+        (nearest - values)[is_inside] / scale
+    ).square().mean()
+    assert len({each.numpy().tobytes() for each in rounded}) == num_keys
+
+
+def test_stochastic_rounding_keeps_numbers_of_the_format() -> None:
+    values = torch.tensor([E2M1 + [-number for number in E2M1]]) * 448
+    values = torch.cat([values, torch.zeros(1, 16)])
+    for step in range(20):
+        matrix = nvfp4.quantise(values, ROW, key=hash_numbers(0, step))
+        assert torch.equal(nvfp4.dequantise(matrix), values)
+    values[1, 3] = math.nan
+    assert nvfp4.dequantise(nvfp4.quantise(values, ROW, key=hash_numbers())).isnan()[1].all()
+
+
+def test_random_numbers_follow_from_seed_step_and_block_only() -> None:
+    values = make_matrix(64, 128)
+    whole = nvfp4.quantise(values, ROW, key=hash_numbers(1, 2))
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    moved = nvfp4.quantise(values[order], ROW, key=hash_numbers(1, 2))
+    assert torch.equal(moved.codes.float(), whole.codes.float()[order])
+    maxima = fp8.compute_block_maxima(values, ROW.outer)
+    shards = [
+        nvfp4.quantise(shard, ROW, maxima, hash_numbers(1, 2)) for shard in values.chunk(4, 1)
+    ]
+    assert torch.equal(join_bytes(shards, 1), join_bytes([whole], 1))
+    for seed, step in ((1, 3), (2, 2), (1 + 2**32, 2)):
+        other = nvfp4.quantise(values, ROW, key=hash_numbers(seed, step))
+        share = (other.codes.float() != whole.codes.float()).float().mean()
+        assert 0.1 < share < 0.5
+    # Numbers of one block, and of blocks in a row, are independent.
+    offsets = nvfp4._draw_offsets(make_matrix(4096, 64).clamp(-6, 6), hash_numbers(3))
+    assert offsets.min() > 0
+    assert offsets.max() < 1
+    torch.testing.assert_close(torch.corrcoef(offsets.t()), torch.eye(64), atol=0.08, rtol=0)
 
 
 def join_bytes(matrices: list[TwoLevelMatrix], dim: int) -> Tensor:

@@ -24,6 +24,7 @@ from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     EAGER_4BIT_BYTES,
     EAGER_BYTES,
+    STOCHASTIC_BYTES,
     ScaledShares,
     build_scaled_shares,
     explain_missing_kernels,
@@ -189,19 +190,52 @@ def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 9 * 2048 * 4 * 8192
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_temporary_memory_is_that_of_all_local_experts(num_ranks: int) -> None:
+    facts = get_model_facts(read_config(SPARSE))
+    (kind,) = facts.kinds
+    layout = Layout(dp_shard=num_ranks, ep=num_ranks)
+    candidate = replace(
+        make_candidate(SPARSE), layout=layout, sequence_length=16, micro_batch_size=1
+    )
+    temporaries = compute_block_temporaries(facts, kind, candidate)
+    num_experts = SPARSE["num_experts"] // num_ranks
+    width = SPARSE["hidden_size"]
+    inner = SPARSE["moe_intermediate_size"]
+    rows = 16 * SPARSE["num_experts_per_tok"]
+    # So few rows that the matrices are the largest operands.
+    weight = num_experts * width * inner
+    assert temporaries.down.output == 9 * weight + rows * inner
+    assert temporaries.down.input_gradient == 9 * weight + rows * width
+    assert temporaries.up.output == 9 * 2 * weight + rows * width
+    # With 512 times the tokens it is the rows of all local experts.
+    many = replace(candidate, sequence_length=8192)
+    assert compute_block_temporaries(facts, kind, many).down.output == 9 * 512 * rows * inner
+
+
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
-    assert shares == ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
+    plain = ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
+    assert shares == replace(plain, has_stochastic_gradients=True)
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
     assert candidate.is_runnable
     assert not replace(candidate, scaled_shares=None).is_runnable
     facts = get_model_facts(read_config(LLAMA))
     eight = make_candidate(LLAMA)
     ratio = EAGER_4BIT_BYTES / EAGER_BYTES
-    assert count_quantisation_bytes(facts, facts.kinds[0], candidate) == pytest.approx(
+    nearest = replace(candidate, scaled_shares=plain)
+    forward, backward = count_quantisation_bytes(facts, facts.kinds[0], nearest)
+    assert (forward, backward) == pytest.approx(
         [ratio * each for each in count_quantisation_bytes(facts, facts.kinds[0], eight)]
     )
-    assert count_temporary_bytes(candidate) == 20 * 2048 * 4 * 8192
+    outputs = 4 * 2048 + 2 * 8192 + 2048
+    assert count_quantisation_bytes(facts, facts.kinds[0], candidate) == pytest.approx(
+        (forward, backward + STOCHASTIC_BYTES * 2048 * 4 * outputs)
+    )
+    assert count_quantisation_bytes(
+        facts, facts.kinds[0], replace(candidate, compile=True)
+    ) == count_quantisation_bytes(facts, facts.kinds[0], replace(nearest, compile=True))
+    assert count_temporary_bytes(candidate) == 17 * 2048 * 4 * 8192
     efficiency = load_efficiencies().get_efficiency(B200.accelerator)
     seconds = [
         compute_layer_seconds(

@@ -326,7 +326,6 @@ LONG_CASES = [
 
 LESS_EXACT = dict.fromkeys(
     (
-        "qwen3_moe-dp_shard=2,zero_stage=3-1-full",
         "llama-pp=2,zero_stage=0,schedule=zbv-4-selective-rank 1",
         "llama-tp=2,zero_stage=0-1-mixed-input-input, attention, projections-input, attention, "
         "projections, attention_out, gate_up",

@@ -6,7 +6,8 @@ With the largest magnitudes a_o of the tensor or row, and a_b of the block:
 
     outer scale   s_o = a_o / (6 x 448)
     block scale   s_b = e4m3(a_b / 6 / s_o), at least 2^-6, the smallest normal E4M3 number
-    code          c = e2m1(clamp(v (1 / s_o) / s_b, -6, 6)), to nearest, ties to even
+    code          c = e2m1(clamp(v (1 / s_o) / s_b, -6, 6)), to nearest, ties to even, or
+                  stochastically
     value         v' = c s_b s_o
 
 The choices of this trainer, with their reasons in docs/decisions/0123-nvfp4.md:
@@ -18,8 +19,16 @@ The choices of this trainer, with their reasons in docs/decisions/0123-nvfp4.md:
                                 of two, so that a kernel's result times the scale is exact
     weight gradients            not quantised: an outer scale of their operands spans all tokens
 
-Rounding is to nearest everywhere. The paper rounds gradients stochastically, and multiplies the
-operands of weight gradients by a random Hadamard matrix; neither is done here.
+Gradients of outputs are rounded up or down at random, so that their mean is exact; all else to
+nearest. The paper does the same, and multiplies the operands of weight gradients by a random
+Hadamard matrix, which is not done here.
+
+[Note: random numbers without places] The random number of an element is a hash of the seed, the
+step, the element's place in its block, and what the block's 16 elements are when they are rounded
+to halves. It does not depend on the tensor's place in a batch or on a rank, so every layout rounds
+a token's gradient alike, also after it was sent to an expert. Two blocks with equal halves have
+equal random numbers. A last bit of a gradient that depends on the order of a sum changes them as
+rarely as it changes codes that are rounded to nearest.
 
 Legend: R x C any matrix, B blocks of columns, S rows that have an outer scale of their own.
 
@@ -34,8 +43,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.model.hashing import mix_bits
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import E4M3, ProductScaling, RoundingCounts, Scaling
 
@@ -79,7 +90,10 @@ class TwoLevelMatrix(NamedTuple):
 
 
 def quantise(
-    values_RC: Tensor, scaling: TwoLevelScaling, maxima: Tensor | None = None
+    values_RC: Tensor,
+    scaling: TwoLevelScaling,
+    maxima: Tensor | None = None,
+    key: Tensor | None = None,
 ) -> TwoLevelMatrix:
     """Quantise a matrix. Where an outer scale has an infinity or a NaN, all becomes NaN.
 
@@ -87,6 +101,7 @@ def quantise(
         maxima: of the outer scales, as from `fp8.compute_block_maxima` with `scaling.outer`;
             default: those of `values_RC`. A rank that has a part of a tensor or of its rows gives
             the maxima over all of its ranks.
+        key: int32 scalar from which random numbers follow (see the note); None rounds to nearest.
     """
     block_maxima = fp8.compute_block_maxima(values_RC, scaling)
     if maxima is None:
@@ -98,7 +113,8 @@ def quantise(
     multipliers = _compute_multipliers(block_scales, outer_RB)
     scaled_RC = fp8.apply_by_block(torch.mul, values_RC.float(), multipliers, scaling)
     scaled_RC = scaled_RC.clamp(-LARGEST_E2M1, LARGEST_E2M1)
-    return TwoLevelMatrix(round_to_e2m1(scaled_RC).to(E4M3), block_scales, outer_scales, scaling)
+    rounded_RC = round_to_e2m1(scaled_RC) if key is None else _round_stochastically(scaled_RC, key)
+    return TwoLevelMatrix(rounded_RC.to(E4M3), block_scales, outer_scales, scaling)
 
 
 def dequantise(matrix: TwoLevelMatrix) -> Tensor:
@@ -125,12 +141,38 @@ def count_rounding(values_RC: Tensor, matrix: TwoLevelMatrix) -> RoundingCounts:
 
 def round_to_e2m1(values: Tensor) -> Tensor:
     """Round numbers of magnitudes up to 6 to E2M1, to nearest, ties to even codes; fp32."""
-    magnitudes = values.abs()
-    # Neighbours are as far apart as here; each multiple of the distance has an even or odd code
-    # as the multiple is even or odd.
-    distances = torch.where(magnitudes < 4.0, 1.0, 2.0)
-    distances = torch.where(magnitudes < 2.0, 0.5, distances)
+    # Each multiple of the distance has an even or odd code as the multiple is even or odd.
+    distances = _find_distances(values)
     return (values / distances).round() * distances
+
+
+def _round_stochastically(values_RC: Tensor, key: Tensor) -> Tensor:
+    """Round to one of the two neighbours in E2M1 with a probability that makes the mean exact."""
+    distances_RC = _find_distances(values_RC)
+    offsets_RC = _draw_offsets(values_RC, key)
+    return (values_RC / distances_RC).add_(offsets_RC).floor_().mul_(distances_RC)
+
+
+def _draw_offsets(values_RC: Tensor, key: Tensor) -> Tensor:
+    """Draw a number between 0 and 1 for each element; see the note on random numbers."""
+    halves_RC = (values_RC * 2.0).round_().nan_to_num_().to(torch.int32)
+    if missing := -values_RC.shape[1] % BLOCK:
+        halves_RC = F.pad(halves_RC, (0, missing))
+    places_C = mix_bits(torch.arange(BLOCK, dtype=torch.int32, device=values_RC.device))
+    halves_RBC = halves_RC.unflatten(1, (-1, BLOCK)).mul_(places_C | 1)
+    blocks_RB = halves_RBC.sum(-1, dtype=torch.int32)
+    del halves_RC, halves_RBC
+    bits_RBC = mix_bits(mix_bits(blocks_RB ^ key)[..., None] ^ places_C)
+    bits_RBC = (bits_RBC >> 16).bitwise_and_(0xFFFF)
+    offsets_RC = bits_RBC.to(torch.float32).flatten(1)[:, : values_RC.shape[1]]
+    return offsets_RC.add_(0.5).mul_(2.0**-16)
+
+
+def _find_distances(values: Tensor) -> Tensor:
+    """Find the distance between the neighbours of each value in E2M1."""
+    magnitudes = values.abs()
+    distances = torch.where(magnitudes < 4.0, 1.0, 2.0)
+    return torch.where(magnitudes < 2.0, 0.5, distances)
 
 
 def _reduce_block_maxima(block_maxima: Tensor, scaling: TwoLevelScaling) -> Tensor:

@@ -36,10 +36,14 @@ def limit_rows(scaling: Scaling, num_rows: int) -> Scaling:
     return replace(scaling, rows=num_rows) if scaling.rows is None else scaling
 
 
-def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) -> Operand:
-    """Quantise a matrix; `maxima` are those of the widest blocks, by default its own."""
+def quantise(
+    values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None, key: Tensor | None = None
+) -> Operand:
+    """Quantise a matrix; `maxima` are those of the widest blocks, by default its own. With a `key`,
+    4-bit operands are rounded stochastically."""
     if isinstance(scaling, TwoLevelScaling):
-        return nvfp4.quantise(values_RC, scaling, maxima)
+        return nvfp4.quantise(values_RC, scaling, maxima, key)
+    assert key is None, "8-bit operands are rounded to nearest"
     return fp8.quantise(values_RC, scaling, maxima)
 
 

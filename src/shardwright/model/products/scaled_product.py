@@ -113,6 +113,9 @@ class ScaledProducts:
     operands; None if the product must agree on them."""
     input_gradient_maxima: Tensor | None = None
     """The same for the input gradient."""
+    rounding_key: Tensor | None = None
+    """Key of the step's random numbers, by which gradients of outputs are rounded stochastically;
+    an int32 scalar in host memory. None rounds to nearest."""
     key: Tensor = field(init=False, repr=False)
     """Key of these products in `_counted_products`, an int64 scalar in host memory."""
 
@@ -137,7 +140,8 @@ class ScaledProducts:
         """Compute g w, `[M, K]`, in g's dtype."""
         g_scaling, w_scaling = self.scaling.input_gradient
         w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.input_gradient_maxima)
-        return self._multiply(self.quantise(g_MN, g_scaling, _G), w_operand, g_MN.dtype)
+        g_operand = self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key)
+        return self._multiply(g_operand, w_operand, g_MN.dtype)
 
     def compute_weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Compute g^T x, `[N, K]`, in g's dtype."""
@@ -167,7 +171,7 @@ class ScaledProducts:
         """Multiply each gradient by its row's expert, `[M, K]`, in g's dtype."""
         g_scaling, w_scaling = self.scaling.input_gradient
         return self._multiply_grouped(
-            self.quantise(g_MN, g_scaling, _G),
+            self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key),
             self._quantise_experts(w_ENK, w_scaling, self.input_gradient_maxima),
             counts_E,
             g_MN.dtype,
@@ -182,12 +186,14 @@ class ScaledProducts:
         *,
         num_matrices: int = 1,
         maxima: Tensor | None = None,
+        rounding_key: Tensor | None = None,
     ) -> Operand:
         """Quantise an operand whose rows and columns are the layer's `dims`.
 
         Args:
             num_matrices: Matrices stacked along the rows, each quantised by itself.
             maxima: Maxima of all ranks, if they are known; of no use in another precision.
+            rounding_key: Key of random numbers; None rounds to nearest.
         """
         if self.gathered is not None and dims == _W:
             return self.gathered
@@ -201,7 +207,7 @@ class ScaledProducts:
             maxima = self.reduce_maxima(own_maxima)
         else:
             maxima = None
-        operand = quantise(values_RC, scaling, maxima)
+        operand = quantise(values_RC, scaling, maxima, rounding_key)
         if self.totals is None:
             return operand
         if torch.compiler.is_compiling():

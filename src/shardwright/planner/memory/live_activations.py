@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -45,6 +46,9 @@ class LiveActivations(NamedTuple):
     backward_moments: tuple[tuple[float, float], ...]
     """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
     pass adds."""
+    ending_moments: tuple[tuple[int, float], ...]
+    """Of layers that are not offloaded: layers that have not finished their backward pass, and
+    bytes that they saved and that the pass of the last one of them adds."""
     returning_moments: tuple[tuple[int, float], ...] = ()
     """Of offloaded layers that differ: layers that have not finished their backward pass, and bytes
     of the one that computes beside the one that returns."""
@@ -84,7 +88,8 @@ class LiveActivations(NamedTuple):
         added = self.recomputed_bytes + self.gradient_bytes
         num_others = max(0.0, in_flight - 1.0)
         if not self.is_offloaded:
-            return [(1, self.largest_layer_bytes + self.compute_saved_bytes(num_others) + added)]
+            others = self.compute_saved_bytes(num_others)
+            return [(pending, num_bytes + others) for pending, num_bytes in self.ending_moments]
         others = self._replace(layer_bytes=0.0).compute_saved_bytes(num_others)
         if self.returning_moments:
             return [(pending, num_bytes + others) for pending, num_bytes in self.returning_moments]
@@ -187,6 +192,10 @@ def compute_live_activations(
         largest = layer.saved_bytes
         recomputed = layer.recomputed_bytes
         gradients = layer.gradient_bytes
+    pending = _list_pending_layers(candidate, load)
+    ending = tuple((count, count * largest + recomputed + gradients) for count in pending)
+    if is_ordered and len(kinds) > 1 and should_count_gathers(candidate):
+        ending = _list_ending_moments(facts, kinds, load, pending)
     return LiveActivations(
         saved,
         ends,
@@ -202,6 +211,7 @@ def compute_live_activations(
         deferring,
         deferred,
         moments,
+        ending,
         returning,
     )
 
@@ -218,6 +228,53 @@ def _list_backward_moments(
         moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
         freed += layer.saved_bytes
     return tuple(moments.values())
+
+
+def should_count_gathers(candidate: Candidate) -> bool:
+    """Return True if each of the last backward passes is counted with the groups that are gathered
+    then. Otherwise the last one is counted with a group gathered ahead, which it does not have;
+    that is nearer to rehearsals of pipelines, experts of other ranks, adapters and offloading."""
+    layout = candidate.layout
+    is_offloaded = candidate.parameter_offload != "none" or candidate.activation_offload != "none"
+    return (
+        candidate.engine.has_ordered_frees
+        and layout.zero_stage == 3
+        and layout.pp == layout.ep == 1
+        and candidate.adapter is None
+        and not is_offloaded
+    )
+
+
+def _list_pending_layers(candidate: Candidate, load: StageLoad) -> Sequence[int]:
+    """List how many layers have not finished in the last backward passes that may be the peak.
+
+    FSDP2 gathers no group ahead of the last layer's pass. Earlier ones have further groups, but
+    fewer gradients.
+    """
+    layout = candidate.layout
+    if not should_count_gathers(candidate):
+        return [1]
+    num_layers = max(1, sum(load.layers))
+    return range(1, num_layers + 1, layout.wrap_blocks)[: 1 + layout.num_gathers_ahead]
+
+
+def _list_ending_moments(
+    facts: ModelFacts,
+    kinds: Sequence[tuple[LayerKind, LayerActivations]],
+    load: StageLoad,
+    pending: Sequence[int],
+) -> tuple[tuple[int, float], ...]:
+    """List `LiveActivations.ending_moments` of layers that differ: those with as many layers as
+    `pending`, and the last one of each kind."""
+    layers, slots = _order_layers(facts, kinds, load)
+    counts = {*pending, *(slots.index(slot) + 1 for slot in layers)}
+    saved = list(accumulate(layers[slot].saved_bytes for slot in slots))
+    found = []
+    for count in sorted(counts):
+        layer = layers[slots[count - 1]]
+        added = layer.recomputed_bytes + layer.gradient_bytes
+        found.append((count, saved[count - 1] + added))
+    return tuple(found)
 
 
 def _list_returning_moments(

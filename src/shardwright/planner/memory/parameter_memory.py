@@ -246,8 +246,13 @@ def compute_gathered_bytes(
     parameters: ParameterElements,
     *,
     should_include_root: bool,
+    num_pending: int | None = None,
 ) -> float:
-    """Compute the bytes of gathered or cast parameters in the compute precision."""
+    """Compute the bytes of gathered or cast parameters in the compute precision.
+
+    `num_pending` layers have not finished their backward pass; None if no layer has begun it. Only
+    groups of pending layers are gathered.
+    """
     layout = candidate.layout
     engine = candidate.engine
     size = engine.get_gather_bytes(candidate.activation_bytes)
@@ -272,8 +277,8 @@ def compute_gathered_bytes(
     is_moved = candidate.parameter_offload != "none" and not has_shards
     root_bytes = count_root_elements(facts, candidate, load) * size if should_include_root else 0.0
     if (layout.zero_stage == 3 or has_shards) and candidate.is_sharded:
-        num_prefetched = min(layout.prefetch_depth, layout.max_gathers_in_flight - 1)
-        groups = min(1 + num_prefetched, -(-sum(load.layers) // layout.wrap_blocks) or 1)
+        num_layers = sum(load.layers) if num_pending is None else num_pending
+        groups = min(1 + layout.num_gathers_ahead, -(-num_layers // layout.wrap_blocks) or 1)
         group_elements = count_group_elements(
             facts, candidate, load, should_skip_moved=not has_shards
         )

@@ -18,7 +18,11 @@ from dataclasses import replace
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import compute_logit_bytes, compute_quantising_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
-from shardwright.planner.memory.live_activations import LiveActivations, compute_live_activations
+from shardwright.planner.memory.live_activations import (
+    LiveActivations,
+    compute_live_activations,
+    should_count_gathers,
+)
 from shardwright.planner.memory.moved_weights import count_updated_blocks
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
@@ -247,6 +251,7 @@ def _compute_backward_peak(
     `num_layers` have not finished; beyond the first one, the offloaded activations of another one
     return.
     """
+    layout = candidate.layout
     num_returning = min(1, num_layers - 1)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
@@ -275,7 +280,7 @@ def _compute_backward_peak(
     )
     if candidate.adapter is None and load.has_embedding:
         gradients -= compute_pending_gradient_bytes(
-            facts, candidate, load, persistent, num_groups=num_layers
+            facts, candidate, load, persistent, num_groups=-(-num_layers // layout.wrap_blocks)
         )
     gradients += persistent.moved.compute_gradient_bytes(2.0)  # of this layer and the last one
     return MemoryParts(
@@ -284,8 +289,13 @@ def _compute_backward_peak(
         gradients=gradients,
         activations=activation_bytes,
         gathered=compute_gathered_bytes(
-            facts, candidate, load, persistent.parameters, should_include_root=False
+            facts,
+            candidate,
+            load,
+            persistent.parameters,
+            should_include_root=False,
+            num_pending=num_layers if should_count_gathers(candidate) else None,
         )
-        + persistent.moved.compute_weight_bytes(1.0 + max(num_returning, candidate.layout.pp > 1)),
+        + persistent.moved.compute_weight_bytes(1.0 + max(num_returning, layout.pp > 1)),
         workspaces=workspaces,
     )

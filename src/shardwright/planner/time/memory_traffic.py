@@ -10,6 +10,7 @@ from shardwright.placement import has_whole_block_shards
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
+    STOCHASTIC_BYTES,
     ScaledShares,
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
@@ -220,7 +221,11 @@ def _count_operand_bytes(
         num_out, num_in = compute_local_sides(product, candidate)
         weight_shares = compute_quantised_shares(product, num_out, candidate, shares, facts)
         elements = shares.count_operands(product.role, rows, num_out, num_in, weight_shares)
-        num_bytes = element_bytes * count_matmul_calls(facts, kind, product, candidate)
+        num_calls = count_matmul_calls(facts, kind, product, candidate)
+        num_bytes = element_bytes * num_calls
+        if shares.has_stochastic_gradients and not candidate.compile:
+            gradients = num_calls * shares.get_share(product.role) * rows * num_out
+            backward += STOCHASTIC_BYTES * gradients
         forward += num_bytes * elements.forward
         backward += num_bytes * elements.input_gradient
         if candidate.adapter is None:
