@@ -97,7 +97,7 @@ SPLIT = [
     CompiledCase("llama", Layout(pp=2, tp=2, schedule="zb_h1"), "selective"),
     CompiledCase("mixtral", Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"), "full"),
     CompiledCase("llama", Layout(dp_shard=2, pp=2, zero_stage=3, schedule="zb_h1"), "selective"),
-    CompiledCase("gemma2", Layout(cp=2, cp_method="ring", pp=2, schedule="dualpipev")),
+    CompiledCase("gemma2", Layout(cp=2, cp_method="ring", pp=2, schedule="zbv")),
 ]
 
 

@@ -59,9 +59,14 @@ class SplitBackward:
         """Matrices of the block whose backward pass runs."""
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        is_matrix = [isinstance(value, nn.Parameter) and value.ndim > 1 for value in inputs]
+        is_parameter = [isinstance(value, nn.Parameter) for value in inputs]
+        is_matrix = [
+            known and value.ndim > 1 for known, value in zip(is_parameter, inputs, strict=True)
+        ]
         run_block = self._compile_block(
-            graph, inputs, partial(self._compile_backward, is_matrix=is_matrix)
+            graph,
+            inputs,
+            partial(self._compile_backward, is_matrix=is_matrix, is_parameter=is_parameter),
         )
 
         def run(*arguments: Any) -> Any:
@@ -87,22 +92,23 @@ class SplitBackward:
         compile_graph: GraphCompiler,
         *,
         is_matrix: Sequence[bool],
+        is_parameter: Sequence[bool],
     ) -> CompiledGraph:
         """Compile both parts of a graph that returns a gradient per input of the forward pass."""
-        parts = divide_backward(graph, is_matrix)
+        parts = divide_backward(graph, is_matrix, is_parameter)
         run_first = compile_graph(parts.first, inputs, has_static_inputs=True)
         examples = [node.meta["val"] for node in parts.second.graph.find_nodes(op="placeholder")]
         run_second = compile_graph(parts.second, examples, has_static_inputs=False)
-        num_kept = len(parts.first_outputs)
+        num_gradients = len(parts.first_outputs)
 
         def run_backward(arguments: list[Any]) -> list[Tensor | None]:
-            kept = [arguments[index] for index in parts.second_arguments]
+            saved = [arguments[index] for index in parts.second_arguments]
             results = run_first(arguments)
             gradients: list[Tensor | None] = [None] * len(is_matrix)
-            for index, gradient in zip(parts.first_outputs, results[:num_kept], strict=True):
+            for index, gradient in zip(parts.first_outputs, results[:num_gradients], strict=True):
                 gradients[index] = gradient
             matrices = [self._matrices[index] for index in parts.second_matrices]
-            product = DeferredGraph(run_second, [*kept, *results[num_kept:]], matrices)
+            product = DeferredGraph(run_second, [*saved, *results[num_gradients:]], matrices)
             self._matrices = []
             if self._store.products is not None:
                 self._store.products.append(product)
@@ -151,17 +157,26 @@ class BackwardParts(NamedTuple):
     """Places of the inputs of the whole graph that the second part takes."""
 
 
-def divide_backward(graph: fx.GraphModule, is_matrix: Sequence[bool]) -> BackwardParts:
+def divide_backward(
+    graph: fx.GraphModule, is_matrix: Sequence[bool], is_parameter: Sequence[bool]
+) -> BackwardParts:
     """Divide a graph that returns a gradient or None per input of the forward pass.
 
-    A gradient that the others need stays in the first part.
+    A gradient that the others need stays in the first part. So does what reads a parameter, such as
+    the recomputation of a norm: ZeRO-3 frees gathered parameters before the second part runs.
     """
     nodes = list(graph.graph.nodes)
     (gradients,) = graph.graph.output_node().args
     assert isinstance(gradients, tuple | list)
     assert len(gradients) == len(is_matrix), "one output per input of the forward pass"
     others = [gradient for gradient, chosen in zip(gradients, is_matrix, strict=True) if not chosen]
-    needed = _find_ancestors([node for node in others if isinstance(node, fx.Node)])
+    readers = [
+        node
+        for node in nodes
+        if node.op != "output"
+        and any(_is_parameter(source, is_parameter) for source in node.all_input_nodes)
+    ]
+    needed = _find_ancestors([*(node for node in others if isinstance(node, fx.Node)), *readers])
     second_outputs = [
         index
         for index, gradient in enumerate(gradients)
@@ -198,6 +213,12 @@ def divide_backward(graph: fx.GraphModule, is_matrix: Sequence[bool]) -> Backwar
         [sum(is_matrix[:index]) for index in second_outputs],
         [placeholders.index(node) for node in arguments],
     )
+
+
+def _is_parameter(node: fx.Node, is_parameter: Sequence[bool]) -> bool:
+    """Return True for a saved parameter: AOTAutograd names saved inputs primals_1, primals_2..."""
+    name, _, number = node.name.partition("_")
+    return node.op == "placeholder" and name == "primals" and is_parameter[int(number) - 1]
 
 
 def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

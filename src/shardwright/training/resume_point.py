@@ -152,7 +152,8 @@ def add_missing_defaults(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     """
     complete = dict(saved)
     for name, section in _SECTIONS.items():
-        values, now = saved.get(name), current.get(name)
+        values = saved.get(name)
+        now = current.get(name)
         if isinstance(values, Mapping) and isinstance(now, Mapping):
             defaults = {
                 key: field.get_default(call_default_factory=True)
