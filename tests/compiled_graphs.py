@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from shardwright.model import Decoder
 from shardwright.model.products.product import WeightGradientStore
-from shardwright.parallel.split_backward import SplitBackward
+from shardwright.model.products.split_backward import SplitBackward
 
 
 class GraphCounter:

@@ -16,10 +16,10 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import DropoutKey
+from shardwright.model.products.split_backward import DeferredGraph
 from shardwright.model.routing import ExpertRules
 from shardwright.parallel import row_exchange
 from shardwright.parallel.recompute import build_block_runner
-from shardwright.parallel.split_backward import DeferredGraph
 from shardwright.training.step import accumulate_gradients
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA

@@ -52,6 +52,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.product import WeightGradientStore
+from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
@@ -73,7 +74,6 @@ from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import store_shards
-from shardwright.parallel.split_backward import SplitBackward
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.products.product import WeightGradientStore
-from shardwright.parallel.split_backward import SplitBackward
+from shardwright.model.products.split_backward import SplitBackward
 
 
 class Layer(nn.Module):

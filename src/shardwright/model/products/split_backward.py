@@ -28,7 +28,7 @@ class GraphCompiler(Protocol):
     """Compile a backward graph; its first inputs have fixed addresses if `has_static_inputs`."""
 
     def __call__(
-        self, graph: fx.GraphModule, inputs: Sequence[Any], *, has_static_inputs: bool
+        self, graph: fx.GraphModule, inputs: Sequence[Any], /, *, has_static_inputs: bool
     ) -> CompiledGraph: ...
 
 
@@ -74,10 +74,10 @@ class SplitBackward:
             matrices = [
                 argument for argument, chosen in zip(arguments, is_matrix, strict=True) if chosen
             ]
-            for node in {output.grad_fn for output in outputs if isinstance(output, Tensor)} - {
-                None
-            }:
-                node.register_prehook(partial(self._set_matrices, matrices))
+            nodes = {output.grad_fn for output in outputs if isinstance(output, Tensor)}
+            for node in nodes:
+                if node is not None:
+                    node.register_prehook(partial(self._set_matrices, matrices))
             return outputs
 
         return run
@@ -166,8 +166,7 @@ def divide_backward(
     the recomputation of a norm: ZeRO-3 frees gathered parameters before the second part runs.
     """
     nodes = list(graph.graph.nodes)
-    (gradients,) = graph.graph.output_node().args
-    assert isinstance(gradients, tuple | list)
+    gradients: Any = graph.graph.output_node().args[0]
     assert len(gradients) == len(is_matrix), "one output per input of the forward pass"
     others = [gradient for gradient, chosen in zip(gradients, is_matrix, strict=True) if not chosen]
     readers = [
@@ -261,9 +260,7 @@ def compile_with_inductor(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compile_part(
-        part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any
-    ) -> CompiledGraph:
+    def compile_part(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
         if not options.get("is_backward"):
             return compile_fx_inner(part, part_inputs, **options)
 
@@ -278,5 +275,9 @@ def compile_with_inductor(
     # Saved tensors may be read by the second part, long after the first: the first may not write
     # to their memory. torch's cache of whole blocks would store what is no code of Inductor.
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
-        compiled: Callable[..., Any] = compile_fx(graph, inputs, inner_compile=compile_part)
+        # Inductor measures no kernels then: its choice could differ between runs.
+        patches = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
+        compiled: Any = compile_fx(
+            graph, inputs, inner_compile=compile_part, config_patches=patches
+        )
     return compiled
