@@ -45,6 +45,7 @@ from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     CudaFlashKernel,
     ScoreSettings,
+    TileInputs,
     TileVisibility,
 )
 from shardwright.parallel.context.tile_kernels import choose_kernel
@@ -280,13 +281,14 @@ def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) ->
     scores = ScoreSettings(width**-0.5)
     places = torch.arange(num_tokens, device=device)
     visibility = TileVisibility(True, None, slice(0, num_tokens), places)
+    tile = TileInputs(*operands, visibility, scores)
     kernel: AttentionKernel = CudaFlashKernel() if device.type == "cuda" else CpuFlashKernel()
     if compiler.obstacle != "model.compile_functions is false":
         kernel = choose_kernel(operands[0], operands[2], scores, has_mask=False, is_explicit=False)
 
     def run() -> dict[str, Tensor]:
-        part = kernel.forward(*operands, visibility, scores)
-        gradients = kernel.backward(d_out, *operands, part, visibility, scores)
+        part = kernel.forward(tile)
+        gradients = kernel.backward(d_out, tile, part)
         return {**part._asdict(), **gradients._asdict()}
 
     return run

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from shardwright.model import Decoder
+from shardwright.model.products.product import WeightGradientStore
+from shardwright.model.products.split_backward import SplitBackward
 
 
 class GraphCounter:
@@ -43,6 +45,23 @@ class GraphCounter:
         self.num_backward += 1
         self.num_backward_collectives += _count_collectives(graph)
         return make_boxed_func(graph.forward)
+
+    def compile_split(self, decoder: Decoder, store: WeightGradientStore) -> None:
+        """Compile the decoder's blocks with backward graphs in two parts, each counted."""
+
+        def compile_half(graph: Any, inputs: Sequence[Tensor], **_: Any) -> Callable[..., Any]:
+            return self._count_backward(graph, inputs)
+
+        def compile_block(graph: Any, inputs: Sequence[Tensor], compile_backward: Any) -> Any:
+            backend = aot_autograd(
+                fw_compiler=self._count_forward,
+                bw_compiler=lambda part, values: compile_backward(part, values, compile_half),
+            )
+            return backend(graph, inputs)
+
+        torch._dynamo.reset()
+        is_whole = decoder.shape.experts is None
+        decoder.compile_blocks(backend=SplitBackward(store, compile_block), fullgraph=is_whole)
 
     @property
     def counts(self) -> tuple[int, int]:

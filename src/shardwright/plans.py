@@ -32,7 +32,6 @@ from shardwright.placement.compilation import (
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
 from shardwright.schedule import (
     PIPELINE_SCHEDULES,
-    has_split_backward,
     load_schedule,
     load_schedule_file,
 )
@@ -313,11 +312,6 @@ def _find_compile_obstacle(placement: Placement) -> str | None:
         return f"the model runs through transformers' {placement.shape.class_name}"
     if layout.async_tensor_parallel in ("chunked", "fused"):
         return "layout.async_tensor_parallel runs outside compiled code"
-    if layout.pp > 1 and has_split_backward(layout.schedule):
-        return (
-            f"layout.schedule {layout.schedule} delays gradients of weights, "
-            "and a compiled block computes all of its gradients at once"
-        )
     return None
 
 
@@ -330,7 +324,9 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     layout = resolve_layout(recipe.layout, world_size)
     batch = resolve_batch(recipe.training, layout.data_ranks)
     if layout.pp > 1:
-        _check_schedule(layout, batch, is_compiled=recipe.model.compile is True)
+        load_schedule(
+            layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages
+        )  # checks that it supports the step's micro-batches
     elif layout.schedule not in PIPELINE_SCHEDULES:
         load_schedule_file(layout.schedule)  # unused, but a wrong name is an error anyway
     return layout, batch
@@ -348,21 +344,6 @@ def settle_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
 def compute_row_multiple(layout: Layout, minimum: int = 1) -> int:
     """Return a multiple of `minimum` tokens by which rows divide evenly under a layout."""
     return math.lcm(minimum, 2 * layout.cp * layout.tp)
-
-
-def _check_schedule(layout: Layout, batch: BatchPlan, *, is_compiled: bool) -> None:
-    """Check that a schedule supports the step's micro-batches and, if set, compiled blocks."""
-    schedule = load_schedule(
-        layout.schedule, layout.pp, batch.gradient_accumulation_steps, layout.virtual_stages
-    )
-    if is_compiled and schedule.has_split_backward:
-        raise LayoutError(
-            "a compiled block computes all of its gradients at once, but this schedule delays some",
-            field="layout.schedule",
-            got=layout.schedule,
-            allowed="one without I and W: gpipe, 1f1b, interleaved_1f1b",
-            remedy="Use one of these, or leave model.compile at auto",
-        )
 
 
 def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:

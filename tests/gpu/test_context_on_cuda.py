@@ -18,6 +18,7 @@ from shardwright.parallel.context.attention_kernels import (
     CudaFlashKernel,
     PartialAttention,
     ScoreSettings,
+    TileInputs,
     TileVisibility,
 )
 from shardwright.parallel.context.block_mask import RowChunks
@@ -98,8 +99,10 @@ def test_a_block_equals_explicit_products(
     d_out = draw(device, dtype, 2, 4, num_queries, 64)
     visibility = make_visibility(device, kind, num_queries, num_keys)
     exact = ExplicitKernel()
-    expected_block = exact.forward(q.double(), k.double(), v.double(), visibility, SCORES)
-    got = kernel.forward(q, k, v, visibility, SCORES)
+    tile = TileInputs(q, k, v, visibility, SCORES)
+    exact_tile = TileInputs(q.double(), k.double(), v.double(), visibility, SCORES)
+    expected_block = exact.forward(exact_tile)
+    got = kernel.forward(tile)
     assert compute_distance(got.out_BHLV, expected_block.out_BHLV) < TOLERANCE[dtype]
     finite = expected_block.lse_BHL.isfinite()
     assert torch.equal(got.lse_BHL.isfinite(), finite)
@@ -110,11 +113,9 @@ def test_a_block_equals_explicit_products(
         expected_block.lse_BHL.clamp(min=0.0).float() + 0.5,
     )
     exact_whole = PartialAttention(whole.out_BHLV.double(), whole.lse_BHL.double())
-    expected_gradients = exact.backward(
-        d_out.double(), q.double(), k.double(), v.double(), exact_whole, visibility, SCORES
-    )
+    expected_gradients = exact.backward(d_out.double(), exact_tile, exact_whole)
     for got_gradient, expected in zip(
-        kernel.backward(d_out, q, k, v, whole, visibility, SCORES), expected_gradients, strict=True
+        kernel.backward(d_out, tile, whole), expected_gradients, strict=True
     ):
         assert compute_distance(got_gradient, expected) < 3 * TOLERANCE[dtype]
 
@@ -162,14 +163,12 @@ def test_cuda_kernels_return_the_shapes_of_explicit_products(
     )
     d_out = draw(meta, dtype, 2, 4, num_queries, 64)
     visibility = make_visibility(meta, kind, num_queries, num_keys)
-    whole = kernel.forward(q, k, v, visibility, SCORES)
-    expected_block = ExplicitKernel().forward(q, k, v, visibility, SCORES)
+    tile = TileInputs(q, k, v, visibility, SCORES)
+    whole = kernel.forward(tile)
+    expected_block = ExplicitKernel().forward(tile)
     for got_gradient, expected in zip(
-        (*whole, *kernel.backward(d_out, q, k, v, whole, visibility, SCORES)),
-        (
-            *expected_block,
-            *ExplicitKernel().backward(d_out, q, k, v, expected_block, visibility, SCORES),
-        ),
+        (*whole, *kernel.backward(d_out, tile, whole)),
+        (*expected_block, *ExplicitKernel().backward(d_out, tile, expected_block)),
         strict=True,
     ):
         assert (got_gradient.shape, got_gradient.dtype) == (expected.shape, expected.dtype)

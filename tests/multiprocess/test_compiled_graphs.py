@@ -9,20 +9,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
-from shardwright.layout import Layout
+from shardwright.layout import Layout, RankGrid
 from shardwright.model import DropoutKey
+from shardwright.model.products.split_backward import DeferredGraph
 from shardwright.model.routing import ExpertRules
 from shardwright.parallel import row_exchange
 from shardwright.parallel.recompute import build_block_runner
+from shardwright.training.step import accumulate_gradients
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_layouts import TOKENS, build
+from tests.multiprocess.test_layouts import TOKENS, build, micro_batches
 from tests.reference.cases import CASES
 
 NUM_LAYERS = 5
@@ -85,6 +88,16 @@ LONG = [
         "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), "full"
     ),
     CompiledCase("gpt_oss", Layout(tp=2), "full", LIMITED),
+]
+
+
+SPLIT = [
+    CompiledCase("llama", Layout(pp=2, schedule="zb_h1"), "full"),
+    CompiledCase("gpt2", Layout(pp=2, schedule="zbv", virtual_stages=2)),
+    CompiledCase("llama", Layout(pp=2, tp=2, schedule="zb_h1"), "selective"),
+    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"), "full"),
+    CompiledCase("llama", Layout(dp_shard=2, pp=2, zero_stage=3, schedule="zb_h1"), "selective"),
+    CompiledCase("gemma2", Layout(cp=2, cp_method="ring", pp=2, schedule="zbv")),
 ]
 
 
@@ -151,3 +164,53 @@ def test_layers_of_a_kind_share_one_graph(
     num_kinds = NUM_KINDS.get(case.model, 1)
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
+
+
+def compare_split_with_eager(case: CompiledCase) -> tuple[int, int]:
+    """Run a step of a pipeline eager and compiled; return the numbers of graphs.
+
+    Each block's matrices are left to W, once per micro-batch with an I.
+    """
+    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
+    assert model.pipeline is not None
+    runner = build_block_runner(model.decoder.shape, case.layout, case.recompute)
+    model.decoder.set_recompute(runner)
+    data_rank = RankGrid(case.layout).data_rank(dist.get_rank())
+
+    def collect_gradients() -> dict[str, Tensor]:
+        model.decoder.zero_grad()
+        accumulate_gradients(model, micro_batches(data_rank), seed=0, step=0)
+        gathered = {name: model.gather_gradient(name) for name in model.layouts}
+        return {name: part.clone() for name, part in gathered.items() if part is not None}
+
+    expected = collect_gradients()
+    counter = GraphCounter()
+    counter.compile_split(model.decoder, model.pipeline.gradient_store)
+    with patch.object(
+        DeferredGraph, "accumulate", autospec=True, side_effect=DeferredGraph.accumulate
+    ) as accumulate:
+        gradients = collect_gradients()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
+    schedule = model.pipeline.schedule(2)
+    num_blocks = {stage.index: len(stage.layers) for stage in model.pipeline.stages}
+    assert accumulate.call_count == sum(
+        num_blocks[action.stage]
+        for action in schedule.rows[model.pipeline.rank]
+        if action.kind == "W"
+    )
+    return counter.counts
+
+
+@pytest.mark.parametrize(
+    "case",
+    [SPLIT[0], *(pytest.param(case, marks=pytest.mark.long) for case in SPLIT[1:])],
+    ids=str,
+)
+def test_matrices_of_compiled_blocks_wait_for_their_turn(
+    ranks: RankPool, case: CompiledCase
+) -> None:
+    num_kinds = NUM_KINDS.get(case.model, 1)
+    results = ranks.run(case.layout.world_size, compare_split_with_eager, case)
+    assert results == [(num_kinds, 2 * num_kinds)] * case.layout.world_size

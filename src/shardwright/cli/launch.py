@@ -215,6 +215,9 @@ class _Launcher:
     """Command that reads the text from standard input; empty without a scheduler."""
     exports_shell: bool = False
     """True if the job gets the variables of the submitting shell."""
+    keeps_processes: bool = False
+    """True if it can start a process per node that outlives the loss of a rank
+    (`elastic.warm_restarts`)."""
 
     def list_options(self) -> list[inspect.Parameter]:
         """Return the options that only this launcher has, as parameters of a command."""
@@ -228,13 +231,18 @@ _LAUNCHERS = {
         _build_script,
         submit_command=("sbatch", "--parsable"),
         exports_shell=True,
+        keeps_processes=True,
     ),
     "kubernetes": _Launcher(
         "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes",
         _build_manifest,
         submit_command=("kubectl", "apply", "-f", "-"),
     ),
-    "torchrun": _Launcher("one torchrun command per node that starts a recipe", _build_commands),
+    "torchrun": _Launcher(
+        "one torchrun command per node that starts a recipe",
+        _build_commands,
+        keeps_processes=True,
+    ),
 }
 
 
@@ -281,6 +289,15 @@ def _launch(
         cores_per_rank=cores,
         port=port,
     )
+    if job.keeps_processes and not launcher.keeps_processes:
+        others = [name for name, other in _LAUNCHERS.items() if other.keeps_processes]
+        raise InputError(
+            f"{kind} starts all ranks again after a loss, so no process stays",
+            field="elastic.warm_restarts",
+            got=True,
+            allowed=f"false with launch {kind}; true with {', '.join(others)}",
+            remedy="Set it, elastic.peer_copies and elastic.spare_nodes to their defaults",
+        )
     text, warnings = launcher.build(job, **own_options)
     notes = [*job.list_warnings(), *warnings]
     missing = sorted(find_placeholders(read_text(recipe)) - set(environment))

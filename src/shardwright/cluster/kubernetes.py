@@ -26,19 +26,11 @@ def build_manifest(job: Job, options: KubernetesOptions, job_kind: str = DEFAULT
     """Return the YAML for `kubectl apply -f`.
 
     Raises:
-        InputError: an unknown kind, or a job that this kind cannot express.
+        InputError: An unknown kind.
     """
     if job_kind not in JOB_KINDS:
         raise InputError(
             "not a kind of job", field="--job-kind", got=job_kind, allowed=", ".join(JOB_KINDS)
-        )
-    if job.keeps_processes:
-        raise InputError(
-            "a lost pod makes Kubernetes start all pods again, so no process stays",
-            field="elastic.warm_restarts",
-            got=True,
-            allowed="false under Kubernetes",
-            remedy="Set it, elastic.peer_copies and elastic.spare_nodes to their defaults",
         )
     heading = (
         f"# shardwright launch --kubernetes: {job.recipe.name}, "

@@ -51,6 +51,8 @@ from shardwright.model.block_weights import (
 from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
+from shardwright.model.products.product import WeightGradientStore
+from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
@@ -75,6 +77,7 @@ from shardwright.parallel.sharded_weights import store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
+from shardwright.schedule import has_split_backward
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +139,13 @@ def apply_layout(
     install_recompute(decoder, plan)
     if plan.pointwise.kind == "compiled":
         decoder.fuse_functions(COMPILED_FUNCTIONS)
+    gradient_store = WeightGradientStore()
     if compile_blocks:
         # Rows of a length of their own would each be a graph. None lets torch assume that shapes
         # stay, and generalise only those that change after all (an evaluation's batch).
-        decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True)
+        is_split = stages is not None and has_split_backward(layout.schedule)
+        backend = {"backend": SplitBackward(gradient_store)} if is_split else {}
+        decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True, **backend)
     offloaded = {} if offload is None else list_block_matrices(decoder.shape)
     shard_offload = offload if isinstance(offload, TrainedShardStore) else None
     detached = {} if shard_offload is not None else offloaded
@@ -239,7 +245,7 @@ def apply_layout(
     if stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(
-            model, stages, mesh, plan.batch.gradient_accumulation_steps
+            model, stages, mesh, plan.batch.gradient_accumulation_steps, gradient_store
         )
     return model
 
@@ -273,7 +279,11 @@ def _find_replica_group(
 
 
 def _build_pipeline(
-    model: ParallelModel, stages: Sequence[PipelineStage], mesh: Mesh, num_micro_batches: int
+    model: ParallelModel,
+    stages: Sequence[PipelineStage],
+    mesh: Mesh,
+    num_micro_batches: int,
+    gradient_store: WeightGradientStore,
 ) -> Pipeline:
     module: nn.Module = model.decoder
     if model.fsdp_modules:
@@ -287,6 +297,7 @@ def _build_pipeline(
         model.layout,
         mesh,
         model.device,
+        gradient_store,
         set_gradient_sync=model.fsdp_modules[-1].set_requires_gradient_sync
         if model.fsdp_modules
         else None,

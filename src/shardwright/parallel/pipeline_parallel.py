@@ -25,7 +25,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, PipelineStage
 from shardwright.model.decoder import Decoder
 from shardwright.model.products.linear import Linear
-from shardwright.model.products.product import DeferredProduct, WeightGradientStore
+from shardwright.model.products.product import DeferredGradient, WeightGradientStore
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.p2p_channels import P2PChannels
 from shardwright.schedule import (
@@ -89,6 +89,7 @@ class Pipeline:
         layout: Layout,
         mesh: Mesh,
         device: torch.device,
+        gradient_store: WeightGradientStore,
         *,
         set_gradient_sync: Callable[[bool], None] | None,
         end_stage: Callable[[int], None] | None = None,
@@ -99,6 +100,7 @@ class Pipeline:
         Args:
             module: module to call: the decoder, or its `StageRoot` if FSDP2 shards it.
             stages: all stages of the pipeline.
+            gradient_store: collects the weight gradients that I leaves to W.
             set_gradient_sync: sets whether FSDP2 reduces gradients at the end of the next
                 backward passes; None without FSDP2.
             end_stage: called with a stage when its gradients are complete, while other stages
@@ -116,14 +118,14 @@ class Pipeline:
         self.end_stage = end_stage
         self.rank = mesh.coordinates["pp"]
         self.channels = P2PChannels(mesh, device, [stage.rank for stage in self.stages])
-        self.gradient_store = WeightGradientStore()
+        self.gradient_store = gradient_store
         self.action_observer: ActionObserver | None = None
         self._planned_steps: dict[int, tuple[ScheduleStep, ...]] = {}
         self.has_split_backward = has_split_backward(layout.schedule)
         if self.has_split_backward:
             for submodule in decoder.modules():
                 if isinstance(submodule, Linear):
-                    submodule.gradient_store = self.gradient_store
+                    submodule.gradient_store = gradient_store
 
     def schedule(self, num_micro_batches: int) -> Schedule:
         """Load the schedule of a training step.
@@ -208,7 +210,7 @@ class _StepExecution:
         self.saved_forwards: dict[tuple[int, int], SavedForward] = {}
         self.local_transfers: dict[tuple[bool, int, int], Tensor] = {}
         """Tensors between this rank's stages, by (is a hidden state, receiver, micro-batch)."""
-        self.deferred_products: dict[tuple[int, int], list[DeferredProduct]] = {}
+        self.deferred_products: dict[tuple[int, int], list[DeferredGradient]] = {}
         self.loss_sum: Tensor | None = None
 
     def run(self, steps: Sequence[ScheduleStep]) -> Tensor:

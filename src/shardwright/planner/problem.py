@@ -118,8 +118,7 @@ def build_template(
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         working_weights=recipe.working_weights,
-        # `auto` is decided by the device and, under a split backward pass, by the schedule. Without
-        # compilation a step needs no less memory and time.
+        # `auto` is decided by the device. Without compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
         has_fused_functions=recipe.model.fused_pointwise == "compiled",
         flash_attention=recipe.model.attention != "explicit",

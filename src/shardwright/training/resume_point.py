@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from shardwright.checkpoint.tensor_loading import (
     find_newest_checkpoint,
     read_run_values,
 )
+from shardwright.config.preference import PreferenceSection
+from shardwright.config.recipe_section import RecipeSection
+from shardwright.config.training import OptimizerSection, PrecisionSection, TrainingSection
 from shardwright.errors import CheckpointError
 from shardwright.parallel.mesh import get_host_group
 from shardwright.peer_copies.memory import CopyId, get_process_memory
@@ -32,6 +35,13 @@ FIXED_FIELDS = {
     "base": "adapters fit only the base weights that they were trained with",
 }
 """Fields that `--allow-drift` cannot allow to change in a resumed run, and the reasons."""
+
+_SECTIONS: dict[str, type[RecipeSection]] = {
+    "optimizer": OptimizerSection,
+    "precision": PrecisionSection,
+    "preference": PreferenceSection,
+    "training": TrainingSection,
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,10 @@ def find_resume_point(
         return None
     values = read_run_values(found, group=get_host_group())
     allowed, refused = split_allowed(
-        find_differences(values.run.to_saved_json(), validated_run.drift_fields),
+        find_differences(
+            add_missing_defaults(values.run.to_saved_json(), validated_run.drift_fields),
+            validated_run.drift_fields,
+        ),
         allow_drift,
         FIXED_FIELDS,
     )
@@ -127,12 +140,28 @@ def list_changes(
     start: ResumePoint | CopiesInMemory, validated_run: ValidatedRun
 ) -> list[FieldDifference]:
     """List the changes of the recipe that a resumed run may make; they are only reported."""
-    saved = dict(start.values.recipe)
-    # A run of a former version has no value of a newer key, and behaves as by its default.
-    training = saved.get("training", {})
-    if isinstance(training, dict):
-        saved["training"] = {"deterministic": False, **training}
-    return find_differences(saved, collect_changeable_settings(validated_run))
+    current = collect_changeable_settings(validated_run)
+    return find_differences(add_missing_defaults(start.values.recipe, current), current)
+
+
+def add_missing_defaults(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of keys that are newer than the saved sections of a recipe.
+
+    A run of a former version has no value of such a key and behaves as by its default. Keys that
+    `current` lacks are not added.
+    """
+    complete = dict(saved)
+    for name, section in _SECTIONS.items():
+        values = saved.get(name)
+        now = current.get(name)
+        if isinstance(values, Mapping) and isinstance(now, Mapping):
+            defaults = {
+                key: field.get_default(call_default_factory=True)
+                for key, field in section.model_fields.items()
+                if key in now and not field.is_required()
+            }
+            complete[name] = defaults | dict(values)
+    return complete
 
 
 def collect_changeable_settings(validated_run: ValidatedRun) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import AXES, CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.placement import place_model
-from shardwright.schedule import has_split_backward
+from shardwright.schedule import PIPELINE_SCHEDULES, has_split_backward
 from shardwright.verification.cases import VerificationCase
 
 GRID_SEQUENCE_LENGTH = 16
@@ -63,7 +63,7 @@ NUM_GRID_LAYERS = 4
 NUM_COVERING_LAYERS = 2
 """Layers of a chosen cell without pipeline stages: a first and a last one."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+SCHEDULES = tuple(PIPELINE_SCHEDULES)
 CP_METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
 ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
 

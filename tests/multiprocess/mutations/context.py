@@ -147,13 +147,10 @@ def use_log_sum_exp_of_block() -> Iterator[None]:
     def use_own_block(
         self: attention_kernels.CpuFlashKernel,
         d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        tile: attention_kernels.TileInputs,
         _whole: PartialAttention,
-        *rest: Any,
     ) -> Any:
-        return backward(self, d_out, q, k, v, self.forward(q, k, v, *rest), *rest)
+        return backward(self, d_out, tile, self.forward(tile))
 
     with patch.object(attention_kernels.CpuFlashKernel, "backward", use_own_block):
         yield

@@ -13,6 +13,7 @@ from shardwright.parallel.context.attention_kernels import (
     CpuFlashKernel,
     PartialAttention,
     ScoreSettings,
+    TileInputs,
     TileVisibility,
     merge_partial,
 )
@@ -41,7 +42,7 @@ def test_a_query_without_visible_keys_contributes_nothing(
     k = draw_tensor(2, 2, 7, 8)
     v = draw_tensor(2, 2, 7, 8)
     visibility = make_visibility_with_empty_rows()
-    part = kernel.forward(q, k, v, visibility, SCORES)
+    part = kernel.forward(TileInputs(q, k, v, visibility, SCORES))
     for row, query in ((0, 3), (1, 0)):
         assert torch.equal(
             part.lse_BHL[row, :, query], torch.full((4,), float("-inf"), dtype=torch.float64)
@@ -51,7 +52,9 @@ def test_a_query_without_visible_keys_contributes_nothing(
     before = merged.out_BHLV.clone()
     merge_partial(merged, part)
     assert torch.equal(merged.out_BHLV[0, :, 3], before[0, :, 3])
-    gradients = kernel.backward(draw_tensor(2, 4, 5, 8), q, k, v, merged, visibility, SCORES)
+    gradients = kernel.backward(
+        draw_tensor(2, 4, 5, 8), TileInputs(q, k, v, visibility, SCORES), merged
+    )
     assert not gradients.q_BHLE[0, :, 3].any()
     assert all(part.isfinite().all() for part in gradients)
 
@@ -71,12 +74,12 @@ def test_fused_and_explicit_kernels_agree(causal: bool) -> None:
     whole = PartialAttention(draw_tensor(2, 4, 5, 8), draw_tensor(2, 4, 5) + 3)
     for fused_results, explicit_results in (
         (
-            CpuFlashKernel().forward(q, k, v, visibility, SCORES),
-            ExplicitKernel().forward(q, k, v, visibility, SCORES),
+            CpuFlashKernel().forward(TileInputs(q, k, v, visibility, SCORES)),
+            ExplicitKernel().forward(TileInputs(q, k, v, visibility, SCORES)),
         ),
         (
-            CpuFlashKernel().backward(d_out, q, k, v, whole, visibility, SCORES),
-            ExplicitKernel().backward(d_out, q, k, v, whole, visibility, SCORES),
+            CpuFlashKernel().backward(d_out, TileInputs(q, k, v, visibility, SCORES), whole),
+            ExplicitKernel().backward(d_out, TileInputs(q, k, v, visibility, SCORES), whole),
         ),
     ):
         for fused, explicit in zip(fused_results, explicit_results, strict=True):
@@ -87,7 +90,7 @@ def test_bf16_is_merged_in_fp32() -> None:
     q, k, v = (draw_tensor(2, 4, 5, 8, dtype=torch.bfloat16) for _ in range(3))
     visibility = TileVisibility(True, None, slice(0, 5), torch.arange(5))
     for kernel in (CpuFlashKernel(), ExplicitKernel()):
-        part = kernel.forward(q, k, v, visibility, SCORES)
+        part = kernel.forward(TileInputs(q, k, v, visibility, SCORES))
         assert (part.out_BHLV.dtype, part.lse_BHL.dtype) == (torch.bfloat16, torch.float32)
         merged = PartialAttention(torch.zeros(2, 4, 5, 8), torch.zeros(2, 4, 5))
         merge_partial(merged, part)

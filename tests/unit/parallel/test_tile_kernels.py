@@ -21,6 +21,7 @@ from shardwright.parallel.context.attention_kernels import (
     CudaFlashKernel,
     PartialAttention,
     ScoreSettings,
+    TileInputs,
     TileVisibility,
 )
 from shardwright.parallel.context.block_mask import RowChunks
@@ -47,7 +48,7 @@ def make_visibility(is_causal: bool, num_queries: int, num_keys: int) -> TileVis
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Any) -> Any:
     CALLS.append(f"{name} {tuple(k.shape)}")
     visibility = make_visibility(is_causal, q.shape[2], k.shape[2])
-    return ExplicitKernel().forward(q, k, v, visibility, ScoreSettings(scale))
+    return ExplicitKernel().forward(TileInputs(q, k, v, visibility, ScoreSettings(scale)))
 
 
 def differentiate(
@@ -59,7 +60,9 @@ def differentiate(
     assert row.out_BHLV.is_contiguous()
     assert row.out_BHLV.dtype == q.dtype
     visibility = make_visibility(is_causal, q.shape[2], k.shape[2])
-    return ExplicitKernel().backward(d_out, *inputs, row, visibility, ScoreSettings(scale))
+    return ExplicitKernel().backward(
+        d_out, TileInputs(*inputs, visibility, ScoreSettings(scale)), row
+    )
 
 
 def run_cudnn(
@@ -156,8 +159,8 @@ def test_a_tile_equals_explicit_products(is_causal: bool) -> None:
     row = PartialAttention(draw(2, 4, 12, 8)[:, :, ::2], draw(2, 4, 12)[:, :, ::2] + 3)
     d_out = draw(2, 4, 12, 8)[:, :, ::2]
     for kernel in (CudnnKernel(), ExplicitKernel()):
-        part = kernel.forward(q, k, v, visibility, SCORES)
-        gradients = kernel.backward(d_out, q, k, v, row, visibility, SCORES)
+        part = kernel.forward(TileInputs(q, k, v, visibility, SCORES))
+        gradients = kernel.backward(d_out, TileInputs(q, k, v, visibility, SCORES), row)
         if isinstance(kernel, CudnnKernel):
             found = (*part, *gradients)
         else:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
+from shardwright.checkpoint.drift import find_differences
+from shardwright.config.training import OptimizerSection
+from shardwright.training.resume_point import add_missing_defaults
 
 FORMER_RUN = Path(__file__).parents[2] / "data/former_run"
 LOSSES = (3.3357787132263184, 3.2764949798583984, 3.2832798957824707, 3.2121787071228027)
@@ -44,3 +47,17 @@ def test_its_checkpoint_generates_and_exports(run_folder: Path, tmp_path: Path) 
     text = sw.generate(run_folder, "the", max_new_tokens=4, temperature=0.0).text
     sw.export(run_folder, tmp_path / "model", should_check=False)
     assert sw.generate(tmp_path / "model", "the", max_new_tokens=4, temperature=0.0).text == text
+
+
+def test_keys_that_it_lacks_have_their_defaults() -> None:
+    saved = {"optimizer": {"name": "adamw"}, "precision": "fp32", "training": {"max_steps": 2}}
+    current = {
+        "optimizer": OptimizerSection(beta2=0.99).model_dump(mode="json"),
+        "precision": "fp32",
+        "training": {"max_steps": 2, "deterministic": False, "learning_rate": 0.1},
+    }
+    differences = find_differences(add_missing_defaults(saved, current), current)
+    assert [str(difference) for difference in differences] == [
+        "optimizer.beta2: saved 0.95, now 0.99",
+        "training.learning_rate: saved absent, now 0.1",
+    ]

@@ -150,7 +150,9 @@ class Linear(nn.Module):
         return self._apply_adapter(x, bias, self.adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rule = ProductRule(self.num_in, self.is_transposed, self.gradient_store, self.scaled)
+        # Compiled blocks defer gradients by dividing their backward graph (`SplitBackward`).
+        store = None if torch.compiler.is_compiling() else self.gradient_store
+        rule = ProductRule(self.num_in, self.is_transposed, store, self.scaled)
         return multiply(x, self.weight, bias, rule, self.working_weight)
 
     def _apply_adapter(

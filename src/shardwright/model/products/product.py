@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -132,22 +132,35 @@ class DeferredProduct(NamedTuple):
     @torch.no_grad()  # the gradient would keep a recomputed input's graph alive
     def accumulate(self) -> None:
         """Multiply, and add the result to the weight's gradient."""
-        product = compute_weight_gradient(self.gradient_NO, self.x_NI, self.rule)
-        gradient = product.to(self.weight.dtype)
-        if self.weight.grad is None:
-            self.weight.grad = gradient
-        else:
-            self.weight.grad += gradient
+        accumulate_gradient(
+            self.weight, compute_weight_gradient(self.gradient_NO, self.x_NI, self.rule)
+        )
+
+
+def accumulate_gradient(weight: nn.Parameter, gradient: Tensor) -> None:
+    """Add to the weight's gradient, in the weight's dtype."""
+    gradient = gradient.to(weight.dtype)
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+class DeferredGradient(Protocol):
+    """Computation of weight gradients that waits for its turn."""
+
+    def accumulate(self) -> None:
+        """Compute, and add the result to the weights' gradients."""
 
 
 class WeightGradientStore:
-    """Store of deferred products; outside `defer` layers multiply at once."""
+    """Store of deferred weight gradients; outside `defer` they are computed at once."""
 
     def __init__(self) -> None:
-        self.products: list[DeferredProduct] | None = None
+        self.products: list[DeferredGradient] | None = None
 
     @contextmanager
-    def defer(self) -> Iterator[list[DeferredProduct]]:
+    def defer(self) -> Iterator[list[DeferredGradient]]:
         """Defer weight gradients of a backward pass in this context to the yielded list."""
         assert self.products is None, "one backward pass at a time"
         self.products = []

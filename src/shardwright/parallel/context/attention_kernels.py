@@ -53,6 +53,16 @@ class TileVisibility(NamedTuple):
     key_indices_S: Tensor
 
 
+class TileInputs(NamedTuple):
+    """Queries, keys and values of a tile, with the settings of their scores."""
+
+    q_BHLE: Tensor
+    k_BKSE: Tensor
+    v_BKSV: Tensor
+    visibility: TileVisibility
+    scores: ScoreSettings
+
+
 class PartialAttention(NamedTuple):
     """Attention over some keys, normalised among them, with the log-sum-exp of their scores.
 
@@ -74,28 +84,17 @@ class AttentionGradients(NamedTuple):
 class AttentionKernel(Protocol):
     """One implementation of attention over a tile, forward and backward."""
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
+    def forward(self, tile: TileInputs) -> PartialAttention:
         """Compute attention over the tile's keys alone."""
         ...
 
     def backward(
-        self,
-        d_out_BHLV: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
-        """Compute the tile's gradients; `row_output` has the output and log-sum-exp of the row."""
+        """Compute the tile's gradients.
+
+        `row_output` has the output and the log-sum-exp of the whole row.
+        """
         ...
 
 
@@ -144,43 +143,35 @@ class CpuFlashKernel:
     Its log-sum-exp has the dtype of the inputs.
     """
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
-        mask = _build_additive_mask(visibility.visible_BLS, q_BHLE)
+    def forward(self, tile: TileInputs) -> PartialAttention:
+        mask = _build_additive_mask(tile.visibility.visible_BLS, tile.q_BHLE)
         part = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHLE, k_BKSE, v_BKSV, 0.0, visibility.is_causal, attn_mask=mask, scale=scores.scale
+            tile.q_BHLE,
+            tile.k_BKSE,
+            tile.v_BKSV,
+            0.0,
+            tile.visibility.is_causal,
+            attn_mask=mask,
+            scale=tile.scores.scale,
         )
-        return _mask_queries_without_keys(PartialAttention(*part), visibility.visible_BLS)
+        return _mask_queries_without_keys(PartialAttention(*part), tile.visibility.visible_BLS)
 
     def backward(
-        self,
-        d_out_BHLV: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
-        mask = _build_additive_mask(visibility.visible_BLS, q_BHLE)
+        mask = _build_additive_mask(tile.visibility.visible_BLS, tile.q_BHLE)
         return AttentionGradients(
             *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 d_out_BHLV,
-                q_BHLE,
-                k_BKSE,
-                v_BKSV,
-                row_output.out_BHLV.to(q_BHLE.dtype),
+                tile.q_BHLE,
+                tile.k_BKSE,
+                tile.v_BKSV,
+                row_output.out_BHLV.to(tile.q_BHLE.dtype),
                 row_output.lse_BHL,
                 0.0,
-                visibility.is_causal,
+                tile.visibility.is_causal,
                 attn_mask=mask,
-                scale=scores.scale,
+                scale=tile.scores.scale,
             )
         )
 
@@ -191,50 +182,42 @@ class CudaFlashKernel:
     It supports fewer key/value heads than query heads.
     """
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
-        assert visibility.visible_BLS is None
+    def forward(self, tile: TileInputs) -> PartialAttention:
+        assert tile.visibility.visible_BLS is None
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q_BHLE, k_BKSE, v_BKSV, 0.0, visibility.is_causal, False, scale=scores.scale
+            tile.q_BHLE,
+            tile.k_BKSE,
+            tile.v_BKSV,
+            0.0,
+            tile.visibility.is_causal,
+            False,
+            scale=tile.scores.scale,
         )
         return PartialAttention(out, lse)
 
     def backward(
-        self,
-        d_out_BHLV: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
         # Without dropout the random state is never read, but the kernel requires tensors for
         # it.
-        unread = torch.zeros(2, dtype=torch.uint64, device=q_BHLE.device)
+        unread = torch.zeros(2, dtype=torch.uint64, device=tile.q_BHLE.device)
         return AttentionGradients(
             *_aten._scaled_dot_product_flash_attention_backward(
                 d_out_BHLV,
-                q_BHLE,
-                k_BKSE,
-                v_BKSV,
-                row_output.out_BHLV.to(q_BHLE.dtype),
+                tile.q_BHLE,
+                tile.k_BKSE,
+                tile.v_BKSV,
+                row_output.out_BHLV.to(tile.q_BHLE.dtype),
                 row_output.lse_BHL.contiguous(),
                 None,
                 None,
-                q_BHLE.shape[2],
-                k_BKSE.shape[2],
+                tile.q_BHLE.shape[2],
+                tile.k_BKSE.shape[2],
                 0.0,
-                visibility.is_causal,
+                tile.visibility.is_causal,
                 unread,
                 unread[:0],
-                scale=scores.scale,
+                scale=tile.scores.scale,
             )
         )
 
@@ -252,54 +235,49 @@ class CudaEfficientKernel:
     It requires a key/value head for every query head.
     """
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
-        k_BHSE = self._expand_heads(k_BKSE, q_BHLE)
-        v_BHSV = self._expand_heads(v_BKSV, q_BHLE)
-        bias = self._build_bias(visibility.visible_BLS, q_BHLE)
+    def forward(self, tile: TileInputs) -> PartialAttention:
+        k_BHSE = self._expand_heads(tile.k_BKSE, tile.q_BHLE)
+        v_BHSV = self._expand_heads(tile.v_BKSV, tile.q_BHLE)
+        bias = self._build_bias(tile.visibility.visible_BLS, tile.q_BHLE)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q_BHLE, k_BHSE, v_BHSV, bias, True, 0.0, visibility.is_causal, scale=scores.scale
+            tile.q_BHLE,
+            k_BHSE,
+            v_BHSV,
+            bias,
+            True,
+            0.0,
+            tile.visibility.is_causal,
+            scale=tile.scores.scale,
         )
         return _mask_queries_without_keys(
-            PartialAttention(out, lse[..., : q_BHLE.shape[2]]), visibility.visible_BLS
+            PartialAttention(out, lse[..., : tile.q_BHLE.shape[2]]), tile.visibility.visible_BLS
         )
 
     def backward(
-        self,
-        d_out_BHLV: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
-        k_BHSE = self._expand_heads(k_BKSE, q_BHLE)
-        v_BHSV = self._expand_heads(v_BKSV, q_BHLE)
-        lse = F.pad(row_output.lse_BHL, (0, -q_BHLE.shape[2] % _LSE_ALIGNMENT), value=float("inf"))
-        unread = torch.zeros((), dtype=torch.int64, device=q_BHLE.device)
+        k_BHSE = self._expand_heads(tile.k_BKSE, tile.q_BHLE)
+        v_BHSV = self._expand_heads(tile.v_BKSV, tile.q_BHLE)
+        lse = F.pad(
+            row_output.lse_BHL, (0, -tile.q_BHLE.shape[2] % _LSE_ALIGNMENT), value=float("inf")
+        )
+        unread = torch.zeros((), dtype=torch.int64, device=tile.q_BHLE.device)
         d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
             d_out_BHLV,
-            q_BHLE,
+            tile.q_BHLE,
             k_BHSE,
             v_BHSV,
-            self._build_bias(visibility.visible_BLS, q_BHLE),
-            row_output.out_BHLV.to(q_BHLE.dtype),
+            self._build_bias(tile.visibility.visible_BLS, tile.q_BHLE),
+            row_output.out_BHLV.to(tile.q_BHLE.dtype),
             lse,
             unread,
             unread,
             0.0,
             [True, True, True, False],
-            visibility.is_causal,
-            scale=scores.scale,
+            tile.visibility.is_causal,
+            scale=tile.scores.scale,
         )
-        num_groups = k_BKSE.shape[1]
+        num_groups = tile.k_BKSE.shape[1]
         return AttentionGradients(
             d_q, *(part.unflatten(1, (num_groups, -1)).sum(2) for part in (d_k, d_v))
         )

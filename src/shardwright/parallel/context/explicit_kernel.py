@@ -12,8 +12,7 @@ from shardwright.model.dropout import Dropout
 from shardwright.parallel.context.attention_kernels import (
     AttentionGradients,
     PartialAttention,
-    ScoreSettings,
-    TileVisibility,
+    TileInputs,
 )
 
 
@@ -23,86 +22,69 @@ class ExplicitKernel:
     They support soft caps, dropout by token and any mask, and store all scores of the tile.
     """
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
-        scores_BHLS, _ = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+    def forward(self, tile: TileInputs) -> PartialAttention:
+        scores_BHLS, _ = _compute_scores(tile)
         lse_BHL = torch.logsumexp(scores_BHLS, dim=-1)
         # For a query that sees no key, -inf - -inf would be nan.
         weights_BHLS = torch.exp(
             scores_BHLS - lse_BHL.clamp(min=torch.finfo(lse_BHL.dtype).min)[..., None]
         )
-        weights_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
-        return PartialAttention(_multiply_by_group(weights_BHLS, v_BKSV), lse_BHL)
+        weights_BHLS = _apply_dropout(weights_BHLS, tile).to(tile.v_BKSV.dtype)
+        return PartialAttention(_multiply_by_group(weights_BHLS, tile.v_BKSV), lse_BHL)
 
     def backward(
-        self,
-        d_out_BHLV: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSV: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
-        scores_BHLS, slope_BHLS = _compute_scores(q_BHLE, k_BKSE, visibility, scores)
+        scores_BHLS, slope_BHLS = _compute_scores(tile)
         wide = scores_BHLS.dtype
         weights_BHLS = torch.exp(scores_BHLS - row_output.lse_BHL[..., None])
-        dropped_BHLS = _apply_dropout(weights_BHLS, visibility, scores).to(v_BKSV.dtype)
-        d_v_BKSV = _sum_by_group(dropped_BHLS, d_out_BHLV, v_BKSV.shape[1])
+        dropped_BHLS = _apply_dropout(weights_BHLS, tile).to(tile.v_BKSV.dtype)
+        d_v_BKSV = _sum_by_group(dropped_BHLS, d_out_BHLV, tile.v_BKSV.shape[1])
         d_weights_BHLS = _apply_dropout(
-            _multiply_by_group(d_out_BHLV, v_BKSV.transpose(-1, -2)).to(wide), visibility, scores
+            _multiply_by_group(d_out_BHLV, tile.v_BKSV.transpose(-1, -2)).to(wide), tile
         )
         delta_BHL = (d_out_BHLV.to(wide) * row_output.out_BHLV.to(wide)).sum(-1)
         d_scores_BHLS = weights_BHLS * (d_weights_BHLS - delta_BHL[..., None])
         if slope_BHLS is not None:
             d_scores_BHLS = d_scores_BHLS * slope_BHLS
-        d_scores_BHLS = (d_scores_BHLS * scores.scale).to(q_BHLE.dtype)
+        d_scores_BHLS = (d_scores_BHLS * tile.scores.scale).to(tile.q_BHLE.dtype)
         return AttentionGradients(
-            _multiply_by_group(d_scores_BHLS, k_BKSE),
-            _sum_by_group(d_scores_BHLS, q_BHLE, k_BKSE.shape[1]),
+            _multiply_by_group(d_scores_BHLS, tile.k_BKSE),
+            _sum_by_group(d_scores_BHLS, tile.q_BHLE, tile.k_BKSE.shape[1]),
             d_v_BKSV,
         )
 
 
-def _compute_scores(
-    q_BHLE: Tensor, k_BKSE: Tensor, visibility: TileVisibility, scores: ScoreSettings
-) -> tuple[Tensor, Tensor | None]:
+def _compute_scores(tile: TileInputs) -> tuple[Tensor, Tensor | None]:
     """Compute the scores in fp32 or wider, -inf for hidden keys, and the slope of the soft cap.
 
     The slope is None without a soft cap.
     """
-    raw_BHLS = _multiply_by_group(q_BHLE * scores.scale, k_BKSE.transpose(-1, -2))
+    raw_BHLS = _multiply_by_group(tile.q_BHLE * tile.scores.scale, tile.k_BKSE.transpose(-1, -2))
     raw_BHLS = raw_BHLS.to(torch.promote_types(raw_BHLS.dtype, torch.float32))
     slope_BHLS = None
-    if scores.soft_cap is not None:
-        tanh_BHLS = torch.tanh(raw_BHLS / scores.soft_cap)
-        raw_BHLS = tanh_BHLS * scores.soft_cap
+    if tile.scores.soft_cap is not None:
+        tanh_BHLS = torch.tanh(raw_BHLS / tile.scores.soft_cap)
+        raw_BHLS = tanh_BHLS * tile.scores.soft_cap
         slope_BHLS = 1 - tanh_BHLS.square()
-    if visibility.visible_BLS is not None:
-        raw_BHLS = raw_BHLS.masked_fill(~visibility.visible_BLS[:, None], float("-inf"))
-    elif visibility.is_causal:
+    if tile.visibility.visible_BLS is not None:
+        raw_BHLS = raw_BHLS.masked_fill(~tile.visibility.visible_BLS[:, None], float("-inf"))
+    elif tile.visibility.is_causal:
         later = torch.ones(raw_BHLS.shape[-2:], dtype=torch.bool, device=raw_BHLS.device).triu(1)
         raw_BHLS = raw_BHLS.masked_fill(later, float("-inf"))
     return raw_BHLS, slope_BHLS
 
 
-def _apply_dropout(
-    weights_BHLS: Tensor, visibility: TileVisibility, scores: ScoreSettings
-) -> Tensor:
+def _apply_dropout(weights_BHLS: Tensor, tile: TileInputs) -> Tensor:
+    scores = tile.scores
     if scores.dropout is None:
         return weights_BHLS
-    rows = Dropout(scores.dropout.keys_BT[:, visibility.query_slice])
+    rows = Dropout(scores.dropout.keys_BT[:, tile.visibility.query_slice])
     return rows.drop_attention(
         weights_BHLS,
         scores.dropout_rate,
         first_head=scores.first_head,
-        key_indices_S=visibility.key_indices_S,
+        key_indices_S=tile.visibility.key_indices_S,
     )
 
 

@@ -30,7 +30,7 @@ from shardwright.parallel.context.attention_kernels import (
     AttentionKernel,
     PartialAttention,
     ScoreSettings,
-    TileVisibility,
+    TileInputs,
     merge_partial,
 )
 from shardwright.parallel.context.block_mask import AttentionTile, RowChunks
@@ -190,16 +190,11 @@ def _attend(
     into: PartialAttention,
 ) -> None:
     """Merge the attention over keys that have arrived into the output and its log-sum-exp."""
-    for block in key_values.tiles:
-        visibility, kernel = _prepare_kernel(q_BHLE, key_values, block, settings)
-        q = q_BHLE[:, :, block.query_slice]
-        k = key_values.k_BKSE[:, :, block.key_slice]
-        v = key_values.v_BKSV[:, :, block.key_slice]
-        part = kernel.forward(q, k, v, visibility, settings.scores)
-        target = PartialAttention(
-            into.out_BHLV[:, :, block.query_slice], into.lse_BHL[:, :, block.query_slice]
-        )
-        if block.has_self_keys:
+    for tile in key_values.tiles:
+        inputs, kernel = _prepare_kernel(q_BHLE, key_values, tile, settings)
+        part = kernel.forward(inputs)
+        target = PartialAttention(*(whole[:, :, tile.query_slice] for whole in into))
+        if tile.has_self_keys:
             target.out_BHLV.copy_(part.out_BHLV)
             target.lse_BHL.copy_(part.lse_BHL)
         else:
@@ -208,19 +203,22 @@ def _attend(
 
 def _prepare_kernel(
     q_BHLE: Tensor, key_values: KeyValueShard, tile: AttentionTile, settings: RowAttentionSettings
-) -> tuple[TileVisibility, AttentionKernel]:
+) -> tuple[TileInputs, AttentionKernel]:
     row = settings.row_chunks
     own = row.chunks_by_rank[settings.ranks.rank]
     own_places_L = row.token_indices(own, q_BHLE.device)
-    visibility = row.build_visibility(
-        tile, own_places_L, key_values.token_indices_S, settings.window
+    inputs = TileInputs(
+        q_BHLE[:, :, tile.query_slice],
+        key_values.k_BKSE[:, :, tile.key_slice],
+        key_values.v_BKSV[:, :, tile.key_slice],
+        row.build_visibility(tile, own_places_L, key_values.token_indices_S, settings.window),
+        settings.scores,
     )
-    has_mask = visibility.visible_BLS is not None
-    return visibility, choose_kernel(
+    return inputs, choose_kernel(
         q_BHLE,
         key_values.v_BKSV,
         settings.scores,
-        has_mask=has_mask,
+        has_mask=inputs.visibility.visible_BLS is not None,
         is_explicit=settings.is_explicit,
     )
 
@@ -253,27 +251,14 @@ class _RowBackward:
             torch.zeros_like(part, dtype=wide, memory_format=torch.contiguous_format)
             for part in key_values[:2]
         )
-        for block in key_values.tiles:
-            visibility, kernel = _prepare_kernel(self.q_BHLE, key_values, block, self.settings)
-            rows = block.query_slice
-            keys = block.key_slice
-            tile_output = PartialAttention(
-                self.row_output.out_BHLV[:, :, rows], self.row_output.lse_BHL[:, :, rows]
-            )
-            k = key_values.k_BKSE[:, :, keys]
-            v = key_values.v_BKSV[:, :, keys]
-            d_q, d_k, d_v = kernel.backward(
-                self.d_out_BHLV[:, :, rows],
-                self.q_BHLE[:, :, rows],
-                k,
-                v,
-                tile_output,
-                visibility,
-                self.settings.scores,
-            )
+        for tile in key_values.tiles:
+            inputs, kernel = _prepare_kernel(self.q_BHLE, key_values, tile, self.settings)
+            rows = tile.query_slice
+            tile_output = PartialAttention(*(whole[:, :, rows] for whole in self.row_output))
+            d_q, d_k, d_v = kernel.backward(self.d_out_BHLV[:, :, rows], inputs, tile_output)
             self.d_q_BHLE[:, :, rows] += d_q
-            d_k_BKSE[:, :, keys] += d_k
-            d_v_BKSV[:, :, keys] += d_v
+            d_k_BKSE[:, :, tile.key_slice] += d_k
+            d_v_BKSV[:, :, tile.key_slice] += d_v
         return d_k_BKSE, d_v_BKSV
 
 

@@ -25,6 +25,7 @@ from shardwright.parallel.context.attention_kernels import (
     CudaFlashKernel,
     PartialAttention,
     ScoreSettings,
+    TileInputs,
     TileVisibility,
 )
 from shardwright.parallel.context.explicit_kernel import ExplicitKernel
@@ -43,57 +44,43 @@ class CudnnKernel:
     It supports fewer key/value heads than query heads.
     """
 
-    def forward(
-        self,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSE: Tensor,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
-    ) -> PartialAttention:
-        assert visibility.visible_BLS is None
+    def forward(self, tile: TileInputs) -> PartialAttention:
+        assert tile.visibility.visible_BLS is None
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q_BHLE,
-            k_BKSE,
-            v_BKSE,
+            tile.q_BHLE,
+            tile.k_BKSE,
+            tile.v_BKSV,
             None,
             True,  # compute the log-sum-exp
             0.0,
-            visibility.is_causal,
-            scale=scores.scale,
+            tile.visibility.is_causal,
+            scale=tile.scores.scale,
         )
-        return PartialAttention(out, lse.reshape(q_BHLE.shape[:3]))
+        return PartialAttention(out, lse.reshape(tile.q_BHLE.shape[:3]))
 
     def backward(
-        self,
-        d_out_BHLE: Tensor,
-        q_BHLE: Tensor,
-        k_BKSE: Tensor,
-        v_BKSE: Tensor,
-        row_output: PartialAttention,
-        visibility: TileVisibility,
-        scores: ScoreSettings,
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
         # Without dropout the random state is never read, but the kernel requires tensors for it.
-        unread = torch.zeros((), dtype=torch.int64, device=q_BHLE.device)
+        unread = torch.zeros((), dtype=torch.int64, device=tile.q_BHLE.device)
         return AttentionGradients(
             *_aten._scaled_dot_product_cudnn_attention_backward(
-                d_out_BHLE.contiguous(),
-                q_BHLE,
-                k_BKSE,
-                v_BKSE,
-                row_output.out_BHLV.to(q_BHLE.dtype).contiguous(),
+                d_out_BHLV.contiguous(),
+                tile.q_BHLE,
+                tile.k_BKSE,
+                tile.v_BKSV,
+                row_output.out_BHLV.to(tile.q_BHLE.dtype).contiguous(),
                 row_output.lse_BHL.unsqueeze(-1).contiguous(),
                 unread,
                 unread,
                 None,
                 None,
                 None,
-                q_BHLE.shape[2],
-                k_BKSE.shape[2],
+                tile.q_BHLE.shape[2],
+                tile.k_BKSE.shape[2],
                 0.0,
-                visibility.is_causal,
-                scale=scores.scale,
+                tile.visibility.is_causal,
+                scale=tile.scores.scale,
             )
         )
 
@@ -171,13 +158,14 @@ def agrees_with_flash(
             visibility = TileVisibility(
                 is_causal, None, slice(0, _CHECKED_TOKENS), torch.arange(_CHECKED_TOKENS)
             )
-            expected = CudaFlashKernel().forward(*operands, visibility, scores)
+            tile = TileInputs(*operands, visibility, scores)
+            expected = CudaFlashKernel().forward(tile)
             # As a part of a longer row, whose log-sum-exp is larger and whose output differs.
             row = PartialAttention(expected.out_BHLV * 0.7, expected.lse_BHL + 0.5)
             results = [
                 (
-                    *kernel.forward(*operands, visibility, scores),
-                    *kernel.backward(d_out, *operands, row, visibility, scores),
+                    *kernel.forward(tile),
+                    *kernel.backward(d_out, tile, row),
                 )
                 for kernel in (CudnnKernel(), CudaFlashKernel())
             ]

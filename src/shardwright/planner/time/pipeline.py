@@ -206,15 +206,12 @@ def count_passes_in_flight(
     """Return, per rank, the peak number of passes through one stage whose activations are
     saved.
 
-    A formula per named schedule: a search needs hundreds of schedules with thousands of actions
+    Common schedules have formulas: a search needs hundreds of schedules with thousands of actions
     each. `schedule.count_peak_activations` counts on the schedule itself; a test compares both.
 
     >>> count_passes_in_flight("1f1b", 4, 8), count_passes_in_flight("zbv", 2, 6)
     ((4, 3, 2, 1), (4, 4))
     """
-    if name not in PIPELINE_SCHEDULES or (name == "zbv" and num_micro_batches < 2 * num_ranks):
-        # A schedule from a file, or a ZBV schedule without its last micro-batches.
-        return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
     ranks = range(num_ranks)
     if name == "gpipe":
         return (num_micro_batches,) * num_ranks
@@ -226,8 +223,11 @@ def count_passes_in_flight(
         virtual = count_stages_per_rank(name, virtual_stages)
         warmups = ((virtual - 1) * num_ranks + 2 * (num_ranks - 1 - rank) for rank in ranks)
         return tuple(min(warmup + 1, virtual * num_micro_batches) for warmup in warmups)
-    assert name in ("zbv", "dualpipev"), name
-    return (2 * num_ranks + (name == "dualpipev"),) * num_ranks
+    if name == "zbv" and num_micro_batches >= 2 * num_ranks:
+        return (2 * num_ranks,) * num_ranks
+    if name == "dualpipev":
+        return (2 * num_ranks + 1,) * num_ranks
+    return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
 
 
 _MAX_STEADY_ROUNDS = 2
