@@ -392,7 +392,7 @@ def resolve_batch(training: TrainingSection, data_ranks: int) -> BatchPlan:
             field="training.global_batch_size",
             got=total,
             allowed=str(product),
-            remedy="Omit one of the three: it follows from the other two",
+            remedy="Omit one of the three; it is computed from the other two",
         )
     return BatchPlan(training.sequence_length, micro, accumulation, data_ranks)
 

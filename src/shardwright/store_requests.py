@@ -272,7 +272,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
     if is_masked(url):
         raise ValueError(
-            "the credentials of this URL are masked, as in all copies of a recipe; "
+            "the credentials in this URL are masked, as in every saved copy of a recipe; "
             "use the original recipe, or a URL without credentials"
         )
     scheme = url.partition("://")[0].lower()

@@ -206,7 +206,7 @@ def load_other_tensors() -> str:
 
 def test_wrong_steps_and_wrong_tensors_are_refused(ranks: RankPool) -> None:
     for message in ranks.run(2, copy_different_steps):
-        assert "the ranks copy different steps: [1, 2]" in message
+        assert "the ranks copied different steps: [1, 2]" in message
     for message in ranks.run(2, load_other_tensors):
         assert "odd is BF16 (7, 5) in the copies, BF16 (7, 6) here" in message
         assert "surplus norm: on no rank" in message

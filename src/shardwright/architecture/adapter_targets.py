@@ -151,7 +151,7 @@ def choose_modules(
         chosen -= _find_matching(pattern, adaptable, others, "adapters.exclude")
     if not chosen:
         raise RecipeError(
-            "the patterns leave no matrix to adapt",
+            "the patterns match no matrix that can be adapted",
             field="adapters.targets",
             got=", ".join(targets or ()),
             allowed=_list_last_parts(adaptable),

@@ -16,7 +16,7 @@ AttentionKernelName = Literal["sdpa", "varlen", "flex", "explicit"]
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """Needs of one kind of layer in one forward pass: what its attention has to compute.
+    """Requirements of one kind of layer's attention in one forward pass.
 
     Attributes:
         window: tokens that a token attends to, itself included; None if no token of the row is

@@ -98,7 +98,7 @@ def _build_width_fields(
     heads = kv_heads * group
     if hidden_size % (2 * heads):
         raise ArchitectureError(
-            f"the width does not divide into {heads} heads of even width "
+            f"the width cannot be divided into {heads} heads of even width "
             f"({group} query heads per key head)",
             field="hidden_size",
             got=hidden_size,

@@ -207,7 +207,7 @@ def _check_preference(objective: str, preference: PreferenceSettings | None) -> 
     """Check that a preference loss has its settings, and no other loss has."""
     if objective == "dpo" and preference is None:
         raise InputError(
-            "the DPO loss needs its beta",
+            "the DPO loss needs --beta",
             field="--beta",
             remedy="Give --beta as the trainer has it; --label-smoothing too if it is not 0",
         )
@@ -247,7 +247,7 @@ def _compare_references(evidence: Evidence) -> None:
         if error > _DECODER_TOLERANCE[str(evidence.model.dtype).removeprefix("torch.")]:
             raise RunFailed(
                 f"the two references disagree by {error:.1e}: our decoder and transformers' "
-                f"{type(evidence.model.module).__name__}; nothing is said about the trainer"
+                f"{type(evidence.model.module).__name__}; the trainer is not judged"
             )
 
 

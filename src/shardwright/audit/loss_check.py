@@ -92,7 +92,7 @@ def _diagnose_shared_loss(
 
 
 def _list_router_losses(evidence: Evidence) -> dict[tuple[str, ...], float]:
-    """List the routers' part of the loss: the right one under (), and those of mistakes."""
+    """List the routers' part of the loss: the correct one under (), then mistaken ones."""
     if not evidence.has_router_loss:
         return {(): 0.0}
     counts = evidence.count(evidence.reading)

@@ -38,7 +38,7 @@ class PreferenceSettings:
             raise InputError("not a DPO loss", field="--beta", got=self.beta, allowed="above 0")
         if not 0.0 <= self.label_smoothing < 0.5:
             raise InputError(
-                "not a share of swapped pairs",
+                "not a fraction of pairs with swapped labels",
                 field="--label-smoothing",
                 got=self.label_smoothing,
                 allowed="from 0 to below 0.5",

@@ -53,7 +53,7 @@ class StepRecord:
         return next(rank.tensors[key] for rank in self.ranks if key in rank.tensors)
 
     def get_gradient_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter's gradient; that of the parameter if it has none."""
+        """Return the dtype of a parameter's gradient, or the parameter's without a gradient."""
         info = self.parameter_info[name]
         dtype: torch.dtype = getattr(torch, info.get("gradient_dtype", info["dtype"]))
         return dtype
@@ -73,8 +73,8 @@ class StepRecord:
             first = data.setdefault(number, batches)
             if len(first) != len(batches) or not all(map(RecordedBatch.equals, first, batches)):
                 raise AuditInputError(
-                    f"rank {rank.values['rank']} read other rows than another rank of "
-                    f"data rank {number}",
+                    f"rank {rank.values['rank']} read different rows from another rank "
+                    f"of data rank {number}",
                     field=str(self.folder),
                     remedy="Pass Recorder(data_rank=...): equal for ranks that read the same rows",
                 )
@@ -202,7 +202,7 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
             version = values["format_version"]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AuditInputError(
-                f"this file of the recorder cannot be read: {error}",
+                f"this file written by the recorder cannot be read: {error}",
                 field=str(path),
                 remedy="Record the step again",
             ) from error

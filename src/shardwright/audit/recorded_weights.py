@@ -99,7 +99,7 @@ def read_weights(
         raise AuditInputError(
             f"{len(missing)} parameters of the model are not recorded, such as {missing[0]}",
             field=str(record.folder),
-            remedy="Give the weights from which the step started with --model, or record "
+            remedy="Pass the weights at the start of the step with --model, or record "
             'all parameters (parameters="*")',
         )
     return read
@@ -125,7 +125,7 @@ def _compare_with_folder(
             f"the recorded values of {name} are not those of this model",
             field="--model",
             got=str(model_path),
-            remedy="Give the weights from which the recorded step started",
+            remedy="Pass the weights at the start of the recorded step",
         )
 
 
@@ -179,7 +179,7 @@ def read_reference_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, 
     """
     if not (path / "config.json").is_file():
         raise AuditInputError(
-            "no Hugging Face folder",
+            "not a Hugging Face folder",
             field="--reference",
             got=str(path),
             remedy="Give the folder of the reference model, with its config.json",
@@ -195,7 +195,7 @@ def read_reference_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, 
             f"such as {min(other)}",
             field="--reference",
             got=str(path),
-            remedy="Give the model that the trainer compares with",
+            remedy="Pass the reference model of the trainer",
         )
     return found
 
@@ -206,7 +206,7 @@ def choose_config(record: StepRecord, model_path: Path | None) -> dict[str, Any]
         path = model_path / "config.json"
         if not path.is_file():
             raise AuditInputError(
-                "no Hugging Face folder",
+                "not a Hugging Face folder",
                 field="--model",
                 got=str(model_path),
                 remedy="Give the folder of the model before the step, with config.json and weights",

@@ -170,7 +170,7 @@ class ReferenceModel:
         rows = [batch for batches in self.record.read_data() for batch in batches]
         if any(batch.reference_log_probs is None for batch in rows):
             raise AuditInputError(
-                "the reference model of the preference loss is not known",
+                "the reference model of the preference loss is unknown",
                 field="--reference",
                 remedy="Give its Hugging Face folder with --reference, or pass "
                 "reference_log_probs of every micro-batch to the recorder",

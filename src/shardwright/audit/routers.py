@@ -20,7 +20,7 @@ _ROUTER_NAME = re.compile(r"\.(?:gate|router)$")
 
 
 def list_routers(module: nn.Module) -> tuple[nn.Module, ...]:
-    """List the modules that choose experts: those named so beside a module `experts`."""
+    """List the router modules: siblings of a module `experts` with a router's name."""
     names = {name for name, _ in module.named_modules()}
     return tuple(
         part

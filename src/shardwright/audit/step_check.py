@@ -115,7 +115,7 @@ def _check_norm(evidence: Evidence, checks: StepChecks) -> None:
 
 
 def _find_reported_norm(record: StepRecord) -> float | None:
-    """Return the norm that the trainer reports, else that of its only clip."""
+    """Return the norm that the trainer reports, else the norm of its only clipping."""
     calls = record.values["clip_calls"]
     norm = calls[0]["norm"] if len(calls) == 1 else None
     norm = record.values.get("reported_gradient_norm", norm)

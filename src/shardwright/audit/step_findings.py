@@ -1,4 +1,4 @@
-"""Findings of a step beside its gradients."""
+"""Findings of a step other than its gradients."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class BackgroundSaver:
             self._pool.shutdown()
 
     def abandon(self) -> None:
-        """Give up the current save without waiting: after a failure a peer may be gone."""
+        """Abandon the current save without waiting: after a failure a peer may be gone."""
         self._pending_save = None
         self._copy_finished.set()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -76,7 +76,7 @@ class Disk:
         return True
 
     def create_scratch(self, folder: Path) -> int:
-        """Create a file without a name for reading and writing, which no crash leaves behind."""
+        """Create an unnamed file for reading and writing; it disappears after a crash."""
         try:
             return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -97,7 +97,7 @@ class Disk:
             raise OSError(errno.EIO, "the file ended early")
 
     def read_until_end(self, descriptor: int, data: memoryview, position: int) -> int:
-        """Fill `data` from byte `position`, or as much as the file has; return the bytes read."""
+        """Fill `data` from byte `position` up to the end of the file; return the bytes read."""
         first = position
         while data:
             try:

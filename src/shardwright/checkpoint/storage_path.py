@@ -96,7 +96,7 @@ class RemotePath:
         return f"RemotePath({self})"
 
     def read_info(self) -> dict[str, Any] | None:
-        """Return `type`, `size` and more of what is stored here, None if nothing is.
+        """Return `type`, `size` and other details of the object here; None if there is none.
 
         Raises:
             OSError: the store refuses, or does not answer.

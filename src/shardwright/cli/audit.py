@@ -26,7 +26,10 @@ app = typer.Typer(
 )
 
 RecordFolder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder of the recorder, or of one step in it.")
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Folder that the recorder wrote, or one step's folder in it."
+    ),
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", help="Recorded step; needed if there are several.")
@@ -36,7 +39,7 @@ ModelFolder = Annotated[
     typer.Option(
         "--model",
         metavar="PATH",
-        help="Hugging Face folder of the model before the step. Default: the recorded one.",
+        help="Hugging Face folder with the weights before the step. Default: the recorded weights.",
     ),
 ]
 ObjectiveOption = Annotated[
@@ -103,7 +106,7 @@ def check_command(
         preference = PreferenceSettings(beta, label_smoothing, reference)
     elif reference is not None or label_smoothing:
         raise InputError(
-            "--reference and --label-smoothing belong to the DPO loss, which needs its beta",
+            "--reference and --label-smoothing apply only to the DPO loss, which needs --beta",
             field="--beta",
             remedy="Give --objective dpo and --beta as the trainer has it",
         )

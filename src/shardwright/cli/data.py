@@ -53,7 +53,7 @@ def data_command(
         typer.Option(
             "--write-tokens",
             metavar="FOLDER",
-            help="Write the token ids to a folder or URL, as sources of `format: tokens`.",
+            help="Write the token ids to a folder or URL, which `format: tokens` reads.",
         ),
     ] = None,
     json_output: JsonOutput = False,

@@ -39,7 +39,7 @@ NumRanksOption = Annotated[
 RecipeOption = Annotated[
     Path | None,
     typer.Option(
-        "--recipe", help="Also check the groups of this recipe's layout, and its folders."
+        "--recipe", help="Also check this recipe's folders and the process groups of its layout."
     ),
 ]
 LayoutOption = Annotated[
@@ -65,7 +65,7 @@ ChecklistOption = Annotated[
     typer.Option(
         "--checklist",
         metavar="RECIPE",
-        help="Only check this recipe, without measurements: everything that a long run needs.",
+        help="Only check that this recipe has what a long run needs; measure nothing.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
@@ -75,14 +75,14 @@ Budget = Annotated[
         "--budget",
         min=1.0,
         help=(
-            "Time limit of --calibrate in seconds; "
+            "Time limit for --calibrate in seconds; "
             "measurements that do not fit are skipped and listed."
         ),
     ),
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option("--timeout", min=1.0, help="Time limit of a peer or a measurement in seconds."),
+    typer.Option("--timeout", min=1.0, help="Seconds to wait for a peer or a measurement."),
 ]
 
 
@@ -99,7 +99,9 @@ def doctor_command(
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Check software, devices, hosts, links and peers: pass, warn or fail; exit code 1 on fail.
+    """Check software, devices, hosts, links and peers: pass, warn or fail.
+
+    The exit code is 1 if any check fails.
 
     Starts ranks on this machine, or runs as a rank of torchrun or srun, on any number of nodes.
     """
@@ -112,7 +114,7 @@ def doctor_command(
         if recipe is not None or calibrate is not None:
             conflicting = "--recipe" if recipe is not None else "--calibrate"
             raise InputError(
-                "a checklist does not measure",
+                "--checklist measures nothing, so it excludes this option",
                 field="--checklist",
                 got=conflicting,
                 remedy="Remove one of them",

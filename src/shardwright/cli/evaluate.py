@@ -35,7 +35,7 @@ def evaluate_command(
     questions: Annotated[
         Path,
         typer.Option(
-            "--questions", help="File of questions with answers, in any format that `data` reads."
+            "--questions", help="File with questions and answers, in any format that `data` reads."
         ),
     ],
     pattern: Annotated[

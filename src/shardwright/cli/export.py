@@ -32,7 +32,7 @@ def export_command(
             metavar="FORMAT",
             help=(
                 "Store the matrices of the blocks in 8 bits for inference servers: fp8-block "
-                "(128 x 128 blocks, as DeepSeek-V3) or fp8-row (compressed-tensors)."
+                "(128 x 128 blocks, as in DeepSeek-V3) or fp8-row (compressed-tensors)."
             ),
         ),
     ] = None,
@@ -41,7 +41,7 @@ def export_command(
         typer.Option(
             "--quantise-exclude",
             metavar="PATTERN",
-            help="Weights that stay in --dtype, e.g. 'model.layers.0.*'. Repeatable.",
+            help="Weights to keep in --dtype, e.g. 'model.layers.0.*'. Repeatable.",
         ),
     ] = None,
     checkpoint: CheckpointChoice = "latest",

@@ -43,14 +43,14 @@ def _build_option(name: str, help_text: str, metavar: str | None = None, **limit
 NodeCountOption = Annotated[
     int | None,
     typer.Option(
-        "--nodes", min=1, help="Number of nodes; default 1, for torchrun the number of --hosts."
+        "--nodes", min=1, help="Number of nodes; default 1, or with torchrun the number of --hosts."
     ),
 ]
 GpusPerNode = Annotated[
     int | None,
     _build_option(
         "--gpus-per-node",
-        "GPUs, and ranks, per node; default from the recipe's `cluster`. 0 trains on CPUs.",
+        "GPUs per node, one rank each; default: the recipe's `cluster`. 0 trains on CPUs.",
         min=0,
     ),
 ]
@@ -83,14 +83,14 @@ Port = Annotated[
     _build_option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535),
 ]
 Cores = Annotated[
-    int | None, _build_option("--cores-per-rank", "CPU cores, and threads, per rank.", min=1)
+    int | None, _build_option("--cores-per-rank", "CPU cores per rank, and threads.", min=1)
 ]
 SaveSeconds = Annotated[
     int,
     typer.Option(
         "--save-seconds",
         min=30,
-        help="Seconds before the time limit at which ranks are signalled to save.",
+        help="How many seconds before the time limit the ranks get the signal to save.",
     ),
 ]
 Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
@@ -102,7 +102,7 @@ SweepValues = Annotated[
     OptionalText,
     _build_option(
         "--sweep",
-        "Train once for each value of a recipe key, as a job array.",
+        "Train once per value of a recipe key, as a job array.",
         "KEY=VALUE,VALUE,...",
     ),
 ]
@@ -117,7 +117,7 @@ Namespace = Annotated[OptionalText, _build_option("--namespace", "Kubernetes nam
 Volume = Annotated[
     list[str] | None,
     _build_option(
-        "--volume", "Volume claim of shared storage to mount. Repeatable.", "CLAIM:/PATH"
+        "--volume", "Volume claim for shared storage to mount. Repeatable.", "CLAIM:/PATH"
     ),
 ]
 JobKind = Annotated[
@@ -419,9 +419,9 @@ class _LaunchGroup(TyperGroup):
         if not args or args[0] in (*self.commands, "--help"):
             return super().make_context(info_name, args, parent, **extra)
         former = typer.Typer(add_completion=False, rich_markup_mode=None)
-        former.command(help="Launch with the options of all launchers; prefer the subcommands.")(
-            _build_command(_launch_with_flags, _LAUNCHERS, has_flags=True)
-        )
+        former.command(
+            help="Former spelling with the options of all launchers; prefer the subcommands."
+        )(_build_command(_launch_with_flags, _LAUNCHERS, has_flags=True))
         command = typer.main.get_command(former)
         return command.make_context(info_name, args, parent, **extra)
 

@@ -44,7 +44,7 @@ LinkName = Annotated[
     ),
 ]
 ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
+    Path | None, typer.Option("--profile", help="File with rates measured by doctor --calibrate.")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
@@ -63,7 +63,10 @@ PrecisionName = Annotated[
 LoraRank = Annotated[
     int | None,
     typer.Option(
-        "--lora", min=1, metavar="RANK", help="Predict training of low-rank adapters of this rank."
+        "--lora",
+        min=1,
+        metavar="RANK",
+        help="Predict training with low-rank adapters (LoRA) of this rank.",
     ),
 ]
 QuantisedOption = Annotated[
@@ -90,7 +93,7 @@ MeasuredStepsOption = Annotated[
     bool,
     typer.Option(
         "--measured-steps/--no-measured-steps",
-        help="Correct predictions by step times that `tune` measured on the same hardware.",
+        help="Correct predictions with step times that `tune` measured on the same hardware.",
     ),
 ]
 DataOption = Annotated[
@@ -138,7 +141,7 @@ def plan_command(
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Rank a recipe's layouts by predicted tokens/s, with memory and time by part.
+    """Rank a recipe's layouts by predicted tokens/s, with a breakdown of memory and time.
 
     Nothing is started, and no data is read without --data.
     """

@@ -38,7 +38,7 @@ _MAX_SHOWN_IDS = 5
 def predict_command(
     measurements: Measurements, out: PredictOutput, as_json: JsonOutput = False
 ) -> None:
-    """Predict tokens/s and memory per GPU, and whether it fits, for every row of a table.
+    """Predict tokens/s, memory per GPU and fit for every row of a table of configurations.
 
     Rows that cannot be predicted stay empty in the output and are listed with the reason.
     """
@@ -81,7 +81,7 @@ def _print_outcome(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Print the number of predicted rows, what was assumed for some, and the others by reason.
+    """Print the number of predicted rows, assumptions, and refused rows by reason.
 
     Raises:
         DataError: no row could be predicted.

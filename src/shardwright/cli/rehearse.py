@@ -41,7 +41,7 @@ def rehearse_command(
         str,
         typer.Option(
             "--device",
-            help="Device to rehearse the step for: cpu or cuda; auto uses CUDA if the ranks would.",
+            help="Rehearse for cpu or cuda; auto uses CUDA if the real ranks would.",
         ),
     ] = "auto",
     each_rank: Annotated[

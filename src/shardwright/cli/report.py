@@ -28,7 +28,7 @@ ReportOutput = Annotated[
 
 
 def report_command(runs: ReportRuns, out: ReportOutput = None, as_json: JsonOutput = False) -> None:
-    """Write a page with loss, speed, memory, time by part and history of runs; print a
+    """Write a page with the loss, speed, memory, time breakdown and history of runs; print a
     summary."""
     # Imported here: numpy and the page take a tenth of a second, which `--help` does not need.
     from shardwright.report.recorded_run import load_runs, summarise_run

@@ -33,7 +33,9 @@ ScheduleArgument = Annotated[
 Stages = Annotated[
     int | None,
     typer.Option(
-        "--stages", min=1, help="Number of pipeline ranks, for a NAME; each has one or more stages."
+        "--stages",
+        min=1,
+        help="Number of pipeline ranks for a NAME (not stages: a rank can hold several).",
     ),
 ]
 MicroBatches = Annotated[

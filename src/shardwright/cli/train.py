@@ -49,7 +49,7 @@ def train_command(
         bool,
         typer.Option(
             "--resume-if-begun",
-            help="Resume if the run folder has a run, else start a new one; for launchers that "
+            help="Resume if the run folder contains a run, else start one; for launchers that "
             "restart jobs.",
         ),
     ] = False,

@@ -24,7 +24,8 @@ TunedCluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="GPUS",
-        help="Devices of this machine, e.g. 8xH100-80GB; default the recipe's, else detected.",
+        help="Devices of this machine, e.g. 8xH100-80GB; default: the recipe's cluster, or "
+        "detected.",
     ),
 ]
 NumRanks = Annotated[
@@ -36,12 +37,12 @@ NumRanks = Annotated[
     ),
 ]
 ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="File of rates measured with doctor --calibrate.")
+    Path | None, typer.Option("--profile", help="File with rates measured by doctor --calibrate.")
 ]
 Budget = Annotated[
     str,
     typer.Option(
-        "--budget", metavar="TIME", help="Time limit of the whole search: 90s, 10m, 1.5h."
+        "--budget", metavar="TIME", help="Time limit for the whole search: 90s, 10m, 1.5h."
     ),
 ]
 TrialLimit = Annotated[
@@ -49,7 +50,7 @@ TrialLimit = Annotated[
     typer.Option(
         "--trial-limit",
         metavar="TIME",
-        help="Time limit of one trial. Default: a quarter of the budget; for the first trial, the "
+        help="Time limit for one trial. Default: a quarter of the budget; for the first trial, the "
         "whole budget.",
     ),
 ]
@@ -71,18 +72,18 @@ FixedSettings = Annotated[
     ),
 ]
 ResultsFolder = Annotated[
-    Path | None, typer.Option("--dir", help="Folder of the results; default runs/<name>-tune.")
+    Path | None, typer.Option("--dir", help="Folder for the results; default runs/<name>-tune.")
 ]
 RecipeOutput = Annotated[
     Path | None,
     typer.Option(
         "--out",
         metavar="FILE",
-        help="File of the tuned recipe; default tuned.yaml in the folder of the results.",
+        help="File for the tuned recipe; default tuned.yaml in the results folder.",
     ),
 ]
 ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Use the results in the folder, and continue.")
+    bool, typer.Option("--resume", help="Continue from the results in the folder.")
 ]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import typer
 
 VERBS = {
-    "data": "Show the training data as the model will see it.",
+    "data": "Show the training data as the model sees it.",
     "plan": "Rank a recipe's layouts by predicted speed on a cluster.",
-    "tune": "Measure a recipe's best settings on this machine.",
+    "tune": "Find a recipe's fastest settings by short runs on this machine.",
     "doctor": "Check devices, links and hosts before a long run.",
     "verify": "Check that a layout's gradients equal those of one process.",
     "audit": "Check a recorded step of any trainer against one process.",

@@ -98,8 +98,8 @@ def verify_command(
     max_ranks: MaxRanksOption = 16,
     json_output: JsonOutput = False,
 ) -> None:
-    """Compare loss, raw gradients, gradient norm and updated weights of layouts with one
-    process, and what the recipe offloads with the same run without it.
+    """Compare each layout's loss, raw gradients, gradient norm and updated weights with
+    one process, and what the recipe offloads with the same run without it.
 
     Exit code 1 if any of them differs.
     """
@@ -168,7 +168,7 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
 
     if recipe is not None:
         raise InputError(
-            "--all verifies its own models",
+            "--all verifies built-in models and takes no recipe",
             field="RECIPE",
             got=str(recipe),
             remedy="Remove the recipe, or remove --all",

@@ -26,7 +26,7 @@ def watch_command(
 ) -> None:
     """Serve the report of a run live, until Ctrl-C.
 
-    The address contains a random token; `metrics` below it is Prometheus text.
+    The address contains a random token; append `metrics` to it for Prometheus text.
     """
     from shardwright.report.live_server import LivePage, LiveServer
 

@@ -132,7 +132,7 @@ class Job:
                 )
         if self.recipe.elastic.spare_nodes >= self.num_nodes:
             raise InputError(
-                "no node is left for the ranks",
+                "no node remains for the ranks",
                 field="elastic.spare_nodes",
                 got=self.recipe.elastic.spare_nodes,
                 allowed=f"at most {self.num_nodes - 1}",
@@ -231,7 +231,7 @@ def count_ranks_per_node(recipe: Recipe, num_gpus: int | None, num_ranks: int | 
         )
     if num_gpus and num_ranks not in (None, num_gpus):
         raise InputError(
-            "two numbers of ranks",
+            "contradictory numbers of ranks per node",
             field="--ranks-per-node",
             got=f"{num_ranks} with --gpus-per-node {num_gpus}",
             remedy="Set --gpus-per-node 0: the recipe trains on CPUs",

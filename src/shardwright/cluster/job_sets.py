@@ -191,7 +191,7 @@ def _build_job_set_spec(
 
 
 def _fail_job_after(codes: list[int]) -> dict[str, Any]:
-    """Return the rule that ends the Job with a reason of its own after these exit codes."""
+    """Return the rule that fails the Job with a separate reason after these exit codes."""
     return {
         "action": "FailJob",
         "onExitCodes": {"containerName": _NODE, "operator": "In", "values": codes},

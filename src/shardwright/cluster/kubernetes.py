@@ -30,7 +30,7 @@ def build_manifest(job: Job, options: KubernetesOptions, job_kind: str = DEFAULT
     """
     if job_kind not in JOB_KINDS:
         raise InputError(
-            "not a kind of job", field="--job-kind", got=job_kind, allowed=", ".join(JOB_KINDS)
+            "unknown kind of job", field="--job-kind", got=job_kind, allowed=", ".join(JOB_KINDS)
         )
     heading = (
         f"# shardwright launch --kubernetes: {job.recipe.name}, "

@@ -60,7 +60,7 @@ def list_volume_warnings(job: Job, options: KubernetesOptions) -> list[str]:
 
 
 def normalise_name(job: Job) -> str:
-    """Return the recipe's name in the characters of Kubernetes, without a limit of its length."""
+    """Return the recipe's name in characters that Kubernetes allows, of any length."""
     return re.sub(r"[._]+", "-", job.recipe.name.lower()).strip("-")
 
 
@@ -106,7 +106,7 @@ def build_variables(variables: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def build_resources(job: Job) -> dict[str, Any]:
-    """Return the limits of a node's container: GPUs and cores, as far as they are known."""
+    """Return the resource limits of a node's container: known GPUs and cores."""
     limits: dict[str, Any] = {}
     if job.has_accelerators:
         limits["nvidia.com/gpu"] = job.ranks_per_node

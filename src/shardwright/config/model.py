@@ -118,7 +118,8 @@ class TokenizerSection(RecipeSection):
             raise ValueError("`kind: bpe` needs `vocab_size`")
         if self.kind != "bpe" and self.vocab_size is not None:
             raise ValueError(
-                f"`vocab_size` is for `kind: bpe`; a {self.kind} tokenizer determines its own size"
+                f"`vocab_size` applies only to `kind: bpe`; a {self.kind} tokenizer determines its "
+                "own size"
             )
         if self.kind != "huggingface" and self.path is not None:
             raise ValueError(

@@ -75,7 +75,7 @@ class OffloadSection(RecipeSection):
 
     @property
     def tiers(self) -> dict[str, OffloadTier]:
-        """Tiers by what is offloaded."""
+        """Tier of each kind of offloaded state."""
         return {
             "optimizer": self.optimizer,
             "parameters": self.parameters,

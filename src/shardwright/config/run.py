@@ -153,7 +153,7 @@ class WatchdogSection(RecipeSection):
 
 
 class RunSection(RecipeSection):
-    """The run folder and its contents."""
+    """Run folder, device and observation of a run."""
 
     dir: LocalFolderText | None = None
     """Run folder; default `runs/<name>`."""

@@ -71,7 +71,7 @@ class TrainingSection(RecipeSection):
         if self.batch_scaling != "none" and self.base_batch_size is None:
             raise ValueError(f"`batch_scaling: {self.batch_scaling}` needs `base_batch_size`")
         if self.batch_scaling == "none" and self.base_batch_size is not None:
-            raise ValueError("`base_batch_size` is for `batch_scaling: linear` or `sqrt`")
+            raise ValueError("`base_batch_size` applies only to `batch_scaling: linear` or `sqrt`")
         if self.schedule == "constant" and self.min_learning_rate:
             raise ValueError(
                 "`min_learning_rate` has no effect with `schedule: constant`, which does not decay"
@@ -100,8 +100,8 @@ _OPTIMIZER_KEYS: dict[OptimizerName, tuple[str, ...]] = {
 
 
 class OptimizerSection(RecipeSection):
-    """Optimizer. A step is the same under every layout as in a single process;
-    docs/optimizers.md explains how, and the memory of each optimizer."""
+    """Update rule and its hyperparameters. Every layout makes the step of a
+    single process; docs/optimizers.md explains how, and the memory of each rule."""
 
     name: OptimizerName = "adamw"
     """`adamw`; `adamw_8bit`: moments of one byte each (needs the extra `lowbit`); `adafactor`:

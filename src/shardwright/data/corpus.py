@@ -336,7 +336,7 @@ def _split_by_tail(training: RecordScan, sides: npt.NDArray[np.uint8], fraction:
     result[repeats] = DUPLICATE
     if not np.any(result == VALIDATION):
         raise DataError(
-            "everything in the tail is also in the training data",
+            "every document in the validation split is also in the training data",
             field="data.validation_split",
             got=f"{int(np.count_nonzero(repeats))} documents, all copies of earlier documents",
             remedy="Set data.validation_split: documents, which keeps copies on one side",

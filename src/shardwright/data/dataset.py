@@ -50,7 +50,7 @@ class TokenDataset(Protocol):
 
     @property
     def is_uneven(self) -> bool:
-        """True if sample lengths differ so much that sorting samples by length pays."""
+        """True if sample lengths differ enough that sorting by length saves padding."""
         ...
 
     def __len__(self) -> int: ...

@@ -166,7 +166,7 @@ def _open_source_dataset(
             f"no token of the {side} documents is supervised",
             field=field,
             got=summary + (f"; {dropped} longer than a row were dropped" if dropped else ""),
-            allowed="documents of two tokens or more: the first token is never predicted",
+            allowed="documents of at least two tokens, because the first token is never predicted",
         )
     return dataset
 

@@ -236,7 +236,7 @@ class PackedDataset:
 
     @property
     def is_uneven(self) -> bool:
-        """True if much of the rows is padding, as with one document or pair per row."""
+        """True if a large part of the rows is padding, as with one document or pair per row."""
         return self.padding_fraction > UNEVEN_PADDING_FRACTION
 
     def count_used_positions(self, index: int, epoch: int = 0) -> int:

@@ -109,7 +109,7 @@ def check_visibility(
     *,
     wait_seconds: float = 10.0,
 ) -> FolderVisibility:
-    """Write a file of this rank and look for those of all others for up to `wait_seconds`.
+    """Write this rank's file and wait up to `wait_seconds` for all other ranks' files.
 
     Network file systems may cache the contents of a folder that long. Every rank calls this for
     the same folders in the same order; the store synchronises the ranks.

@@ -219,7 +219,7 @@ def find_node(name: str) -> Node:
     known = names.get(_normalise_name(name)) or _find_by_name_parts(name)
     if known is None:
         raise InputError(
-            "this accelerator is not in the catalogue",
+            "unknown accelerator (not in the catalogue)",
             field="cluster",
             got=name,
             allowed=_list_closest_names(name, names, list_accelerators()),

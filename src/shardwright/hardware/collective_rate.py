@@ -46,8 +46,8 @@ def compute_bus_factor(kind: CollectiveKind, num_ranks: int) -> float:
 
 
 def interpolate_seconds(points: list[tuple[int, float]], num_bytes: float) -> float | None:
-    """Interpolate seconds between measured sizes. Above the largest, its seconds and those of the
-    largest size that is at most half of it give the rate."""
+    """Interpolate seconds between measured sizes. Above the largest size, extrapolate from it and
+    the largest size of at most half of it."""
     if not points:
         return None
     points = sorted(points)

@@ -175,7 +175,7 @@ class MeasuredProfile:
     def find_processor_seconds(
         self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
     ) -> float | None:
-        """Return the processor's seconds of a collective on a CPU, interpolated likewise."""
+        """Return the interpolated processor seconds of a collective on a CPU."""
         return interpolate_seconds(
             [
                 (rate.message_bytes, rate.processor_seconds)

@@ -181,7 +181,7 @@ def encode_prompt(decoder: Decoder, tokenizer: Tokenizer, prompt: str | Sequence
         )
     if len(ids) > shape.max_position_embeddings:
         raise InputError(
-            "the prompt is longer than the model's positions",
+            "the prompt is longer than the model's maximum length",
             field="prompt",
             got=f"{len(ids)} tokens",
             allowed=f"at most {shape.max_position_embeddings}",
@@ -208,7 +208,7 @@ def sample_token(logits_V: Tensor, sampling: SamplingSettings, generator: torch.
 
 
 class _DecodingContext:
-    """Tokens so far, with the cached keys and values of those that the model has processed.
+    """Tokens so far, with the cached keys and values of the processed ones.
 
     longrope uses other factors for texts longer than the original positions. The cache
     therefore first has the capacity of the original positions; a text that outgrows it is

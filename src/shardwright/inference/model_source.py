@@ -268,7 +268,7 @@ def open_adapter_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Ad
     actual = weights.fingerprint()
     if actual != fingerprint:
         raise CheckpointError(
-            "these are not the base weights that the adapters were trained with",
+            "the base weights differ from those with which the adapters were trained",
             field=recipe.model.path,
             got=actual,
             allowed=fingerprint,

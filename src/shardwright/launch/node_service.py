@@ -88,7 +88,7 @@ def serve(
                 ending = service.run()
                 error = _build_error(ending["finish"], f"on node 0: {ending['text']}")
             except OSError as failure:
-                raise RunFailed(f"this node failed, and counts as lost: {failure}") from failure
+                raise RunFailed(f"this node failed and counts as lost: {failure}") from failure
             except (KeyError, TypeError, ValueError) as failure:
                 raise RunFailed(
                     f"the launcher on node 0 sent a message that cannot be read: {failure!r}"
@@ -264,7 +264,7 @@ class _NodeService:
             raise _LauncherLost from error
 
     def _report(self) -> None:
-        """Send what is new: outcomes, processes that wait or have ended, progress, a hang.
+        """Send new outcomes, waiting or ended processes, progress and a hang.
 
         A process's outcome comes before its end.
         """

@@ -126,7 +126,7 @@ class LocalProcess(RankProcess):
 
 
 def end_processes(processes: Sequence[RankProcess], seconds: float) -> None:
-    """End processes: those that wait exit at once, others are killed after some time."""
+    """End processes: waiting ones exit immediately, others are killed after a timeout."""
     for process in processes:
         process.close_input()
     deadline = time.monotonic() + seconds
@@ -229,7 +229,7 @@ class RemoteNode(RunNode):
         return self._progress
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message; a node that does not take it in time is lost."""
+        """Send a message; a node that does not receive it in time counts as lost."""
         try:
             with self._sending:
                 send_message(self._connection, message)

@@ -73,7 +73,7 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
 
 
 def find_slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT of a Slurm step, as far as they are not set.
+    """Return MASTER_ADDR and MASTER_PORT of a Slurm step, each only if it is not set.
 
     The address is the step's first node, where rank 0 runs. The port follows from the numbers of
     job and step, so that steps on one node differ.

@@ -56,7 +56,7 @@ def get_control_folder() -> Path | None:
 
 
 def get_launcher_pid() -> int:
-    """Return the process id of this rank's launcher, without one that of its parent."""
+    """Return the process id of this rank's launcher, or of its parent without a launcher."""
     return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
 

@@ -95,7 +95,7 @@ class RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all processes: those that wait exit at once, others are killed after a while."""
+        """End all processes: waiting ones exit immediately, others are killed after a timeout."""
         end_processes([*self._processes.values(), *self._spares], _EXIT_SECONDS)
         self._processes.clear()
         self._spares.clear()

@@ -202,7 +202,7 @@ def disconnect_from_ranks(*, everywhere: bool = False) -> None:
 
 
 def release_generation() -> bool:
-    """Free what the failed generation has left; False if this process is of no further use.
+    """Free the state of the failed generation; return False if this process cannot be reused.
 
     Waits until threads that save or send copies have ended, so that nothing of the generation is
     written later.

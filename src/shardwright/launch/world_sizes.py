@@ -56,8 +56,8 @@ class WorldSizes:
             and find_smaller_world_size(self._recipe, self._world_size) is None
         ):
             raise RecipeError(
-                f"no number of ranks from {min_ranks} to {self._world_size - 1} has the recipe's "
-                "degrees and its global batch",
+                f"no number of ranks from {min_ranks} to {self._world_size - 1} satisfies the "
+                "recipe's degrees and global batch",
                 field="elastic.min_ranks",
                 got=min_ranks,
                 allowed="null, a smaller number, or open degrees of data and accumulation",

@@ -63,7 +63,7 @@ def partition_layers(
         per_rank = num_stages // num_ranks
         max_ranks = num_layers // per_rank
         raise LayoutError(
-            f"{num_layers} layers do not fill {num_stages} pipeline stages "
+            f"{num_layers} layers are fewer than {num_stages} pipeline stages "
             f"({num_ranks} ranks x {per_rank} each)",
             field="layout.pp",
             got=num_ranks,

@@ -70,7 +70,7 @@ class RecomputeChoice:
         return counts
 
     def describe_layers(self) -> str:
-        """Describe in one line what the layers keep."""
+        """Describe the results that the layers keep, in one line."""
         return "; ".join(
             f"{count} {'layer' if count == 1 else 'layers'}: {describe_results(results)}"
             for results, count in self.count_layers().items()
@@ -78,7 +78,7 @@ class RecomputeChoice:
 
 
 def describe_results(results: LayerResults) -> str:
-    """Name what a layer keeps.
+    """List the names of the results that a layer keeps.
 
     >>> describe_results(frozenset(["gate_up", "attention"]))
     'input, attention, gate_up'

@@ -128,13 +128,13 @@ def keep_result(compute: Callable[[], Result]) -> Result:
 
 
 def is_result_restored() -> bool:
-    """Return True if `keep_result` would take a result of this name from the forward pass."""
+    """Return True if `keep_result` would reuse a result of this name from the forward pass."""
     saved = _thread.saved
     return saved is not None and _thread.is_restoring and saved.is_saved()
 
 
 def is_result_unread() -> bool:
-    """Return True if a recomputation computes the block's end, which nothing reads again."""
+    """Return True if recomputation reaches the block's output, which nothing reads again."""
     saved = _thread.saved
     is_end = get_result_name() == "down" and not torch.compiler.is_compiling()
     return is_end and saved is not None and _thread.is_restoring and saved.is_end_unread

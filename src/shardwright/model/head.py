@@ -1,4 +1,4 @@
-"""Projection to the vocabulary: logits, and the loss computed from all logits at once.
+"""Projection to the vocabulary: logits, and the loss without chunks.
 
 Legend: B sequences, T tokens, N = B x T, D hidden, V vocabulary.
 """

@@ -277,7 +277,7 @@ class MixtureOfExperts(nn.Module):
         return sums[0] if len(sums) == 1 else torch.cat(sums), overlapped
 
     def _split_tokens(self, x_ND: Tensor, routing: Routing, num_parts: int) -> list[_TokenPart]:
-        """Split the tokens into parts of equal size, as far as their number allows."""
+        """Split the tokens into parts whose sizes differ by at most one."""
         wholes = (x_ND, routing.weights_NK, routing.experts_NK)
         split = [[whole] if num_parts == 1 else whole.tensor_split(num_parts) for whole in wholes]
         return [

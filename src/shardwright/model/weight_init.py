@@ -52,7 +52,7 @@ def initialise_parameter(
     device: torch.device | str | None = None,
     narrow: DimRanges | None = None,
 ) -> Tensor:
-    """Compute a parameter's initial values, or those of a slice.
+    """Compute the initial values of a parameter or of a slice of it.
 
     Args:
         spec: name, whole shape and scheme (`NormalInit`, `UniformInit`, `OnesInit`,

@@ -67,8 +67,8 @@ def liger_cross_entropy(
     assert logit_scale == 1.0, "checked before the run: logits have no factor"
     if weights_N is not None:
         raise RunFailed(
-            f"model.loss_kernel: the data has loss weights, which {PACKAGE}'s loss lacks. "
-            "Set model.loss_kernel: chunked"
+            f"model.loss_kernel: the data has loss weights, which {PACKAGE}'s loss does not "
+            "support. Set model.loss_kernel: chunked"
         )
     if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
         # Liger computes the weight's gradient only beside that of the hidden states.

@@ -53,7 +53,7 @@ class BlockUses:
         self._bring(use, self._guess_next(use))
 
     def _guess_next(self, use: Use) -> Use | None:
-        """Return the use that follows; that of the neighbour the first time, None at the ends."""
+        """Return the next use; on the first pass, that of the adjacent block; None at the ends."""
         if use in self._successors:
             return self._successors[use]
         layer, phase = use
@@ -61,5 +61,5 @@ class BlockUses:
         return (self._layers[index], phase) if 0 <= index < len(self._layers) else None
 
     def _bring(self, use: Use, following: Use | None) -> None:
-        """Bring what the use needs; begin to bring what the following one needs."""
+        """Fetch the weights of a use; start to fetch those of the next use."""
         raise NotImplementedError

@@ -28,7 +28,7 @@ def read_file_system(folder: Path) -> str:
 
 
 def classify_file_system(kind: str) -> Literal["network", "memory", "local"]:
-    """Return what a type of file system keeps its bytes in; unknown types count as local.
+    """Return the medium of a file system type; unknown types count as local.
 
     >>> [classify_file_system(kind) for kind in ("nfs4", "fuse.sshfs", "tmpfs", "ext4", "")]
     ['network', 'network', 'memory', 'local', 'local']

@@ -79,7 +79,7 @@ class HostUpdate:
         self._factor = factor
 
     def begin_update(self) -> None:
-        """Let copies back wait for what training has launched; gradients must have arrived."""
+        """Let copies to the device wait for launched kernels; gradients must have arrived."""
         assert self._copied_event is not None, "no gradients have left since the last update"
         if not self._copied_event.query():  # the norm was not read before
             self._copied_event.synchronize()

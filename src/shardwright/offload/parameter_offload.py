@@ -138,7 +138,7 @@ class ParameterOffload(BlockUses):
         self._store_gradients()
 
     def _bring(self, use: Use, following: Use | None) -> None:
-        """Bring a block's weights, start to bring the next one's, and free all others."""
+        """Fetch a block's weights, start to fetch the next block's, and free all others."""
         layer, phase = use
         last = self._backward_layer
         if last is not None and last != layer:
@@ -199,13 +199,13 @@ class ParameterOffload(BlockUses):
         return self._layer_of_name.get(name)
 
     def find_unit(self, names: Iterable[str]) -> int | None:
-        """Return the unit of those of the parameters that move; None if all stay."""
+        """Return the unit of the offloaded parameters among these; None if none is offloaded."""
         units = {self._layer_of_name[name] for name in names if name in self._layer_of_name}
         assert len(units) <= 1, "a bucket has weights of two units"
         return next(iter(units), None)
 
     def bring_for_update(self, names: Iterable[str]) -> None:
-        """Bring weights and gradients of the unit of parameters that are updated next.
+        """Fetch the weights and gradients of the unit whose parameters are updated next.
 
         Blocks of other parameters leave: the caller goes through the parameters in the model's
         order. `finish_update` ends the update.

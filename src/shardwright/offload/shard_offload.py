@@ -128,7 +128,7 @@ class ShardOffload(ParameterOffload):
         self._is_backward = False
 
     def _bring(self, use: Use, following: Use | None) -> None:
-        """Bring a unit's shards, start to bring the next one's, and free all others."""
+        """Fetch a unit's shards, start to fetch the next unit's, and free all others."""
         unit, phase = use
         if self._guess is not None and self._guess != unit:
             self._blocks[self._guess].drop_gradients()

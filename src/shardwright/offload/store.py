@@ -139,7 +139,7 @@ class HostStore:
         return Swap(index, bucket, parts)
 
     def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
-        """Count the bytes: updates and copies from the device have written the segments."""
+        """Count the bytes of the segments, which updates and device copies have written."""
         self.counts.written_bytes += swap.bucket.num_bytes
 
     def release(self, swap: Swap) -> None:

@@ -85,7 +85,7 @@ class TrainedBlock:
         parameter.grad = wrap_gradient(memory.view(parameter.dtype).view(member.shape), parameter)
 
     def finish(self) -> None:
-        """Wait for what is on the way."""
+        """Wait for pending transfers."""
         reads, self.reads = self.reads or [], None
         for wait in reads:
             wait()

@@ -76,7 +76,7 @@ class _BlockWeights:
     is_present: bool = False
 
     def launch(self, store: WeightStore) -> None:
-        """Allocate the memory and start to bring this rank's part."""
+        """Allocate memory and start to fetch this rank's part."""
         if self.is_present or self.waits is not None:
             return
         self.waits = []
@@ -85,7 +85,7 @@ class _BlockWeights:
             self.waits.append(store.read(shared.place, shared.part))
 
     def finish(self) -> None:
-        """Wait for this rank's part and gather those of the others."""
+        """Wait for this rank's part and gather the other ranks' parts."""
         waits, self.waits = self.waits, None
         for wait, shared in zip(waits or (), self.memories, strict=False):
             wait()
@@ -218,7 +218,7 @@ class WeightOffload(BlockUses):
         ]
 
     def _bring(self, use: Use, following: Use | None) -> None:
-        """Bring a block's weights, start to bring the next one's, and free all others."""
+        """Fetch a block's weights, start to fetch the next block's, and free all others."""
         layer, _ = use
         for other, weights in self._blocks.items():
             if other != layer:

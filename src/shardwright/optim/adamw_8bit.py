@@ -210,7 +210,7 @@ def _collect_rows(piece: ParameterPiece) -> QuantisedRows:
 
 
 def _scale_box_to_blocks(box: ParameterBox, block_size: int) -> ParameterBox:
-    """Return the box of scales of a box of elements, which starts with a block."""
+    """Return the box of scales for a box of elements that starts at a block boundary."""
     block_bounds = [
         (*bounds[:-1], (bounds[-1][0] // block_size, -(-bounds[-1][1] // block_size)))
         for bounds in (box.local_bounds, box.global_bounds)

@@ -257,8 +257,9 @@ class ElementwiseUpdate(UpdateByPiece):
 class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
     """Optimizer that knows the names and the sharding of its parameters.
 
-    A rule defines `rule`, `list_state` and `update_pieces`, and overrides what is not true of it:
-    updates are element by element, and moments have their parameter's shape and sharding.
+    A subclass defines `rule`, `list_state` and `update_pieces`. By default updates are element by
+    element and moments have their parameter's shape and sharding; override the methods that state
+    otherwise.
     `moments` returns the tensors of a parameter's state that checkpoints save. `initialise_state`
     creates the state, at the latest in the first step.
     """

@@ -104,7 +104,7 @@ def collect_hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, dict[
 
 
 def _read_counts(counts: dict[str, Tensor]) -> dict[str, int]:
-    """Read step counts, those of one device together: each read waits for the device.
+    """Read step counts, one copy per device, because each read waits for the device.
 
     Fused kernels have their counts on the GPU; Muon has those of its matrices on the CPU.
     """

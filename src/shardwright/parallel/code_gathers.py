@@ -69,7 +69,7 @@ def gather_codes(fsdp_modules: Sequence[FSDPModule]) -> list[str]:
 
 
 def _extend(parameter: Any, gather: _CodeGather) -> None:
-    """Give FSDP2's parameter the methods; see the note above."""
+    """Add the methods of code gathers to FSDP2's parameter; see the note above."""
     local = parameter._sharded_local_tensor
     local.fsdp_pre_all_gather = gather.quantise_shard
     local.fsdp_post_all_gather = gather.take_codes
@@ -110,7 +110,7 @@ class _CodeGather:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Give the products the gathered codes; FSDP2 frees and fills their memory itself."""
+        """Pass the gathered codes to the products; FSDP2 itself frees and fills their memory."""
         if out is not None:
             return None
         codes, multipliers = outputs

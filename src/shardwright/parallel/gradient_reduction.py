@@ -192,7 +192,7 @@ def _split_into_buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list
 
 @dataclass(frozen=True)
 class LaunchedReduction:
-    """Sum of tensors over a group that is under way.
+    """Pending sum of tensors over a group.
 
     `flat` has the tensors one after another; None if there is one, which is reduced in place.
     """

@@ -90,7 +90,7 @@ class GradientWatch:
         self._listener.take_gradient(name)
 
     def end(self) -> None:
-        """Report what has not been reported since, and the end."""
+        """Report the gradients not yet reported, then the end of the step."""
         self._complete.clear()
         self._storage_address = 0
         for name, parameter in self._parameters.items():

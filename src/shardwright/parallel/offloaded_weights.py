@@ -98,7 +98,7 @@ class TrainedShardStore(TrainedWeightStore, Protocol):
 def offload_gradients(
     offload: TrainedWeightStore | None, finish: Callable[[Sequence[str]], None] | None
 ) -> Iterator[None]:
-    """Let gradients of blocks leave behind the backward pass in this context; all stay if `offload`
+    """Offload gradients of blocks after each backward pass in this context; all stay if `offload`
     is None.
 
     Args:

@@ -339,7 +339,7 @@ class _ReducedProducts(torch.autograd.Function):
 def _gather_and_multiply(
     pipeline: PipelinedProducts, x_BSD: Tensor, matrices: Sequence[_MatrixAndBias]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather and multiply; a recomputation takes what it has kept of the results.
+    """Gather and multiply; a recomputation reuses the results that it has kept.
 
     The results are kept whole here: the policy of a recomputation would keep those of chunks.
     """

@@ -131,7 +131,7 @@ def _free_reduced(groups: Sequence[Any]) -> None:
 def _bring_before_gather(
     group: Any, unit: int, offload: TrainedShardStore, shards: Sequence[nn.Parameter]
 ) -> None:
-    """Let an FSDP2 group's gathers bring the unit's shards first."""
+    """Make an FSDP2 group fetch the unit's shards before its gathers."""
     unshard: Callable[[bool], None] = group.unshard
     locals_of_shards = [get_local_tensor(parameter.detach()) for parameter in shards]
 

@@ -53,7 +53,7 @@ class WeightMaxima:
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """Give the products the maxima of all ranks while weights do not change (a collective)."""
+        """Pass the maxima of all ranks to the products while weights are fixed (a collective)."""
         for axes, entries in self._entries_of_axes.items():
             parts = [_compute_own_maxima(entry) for entry in entries]
             flat = torch.cat([part.flatten() for part in parts])

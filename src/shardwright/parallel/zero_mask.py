@@ -57,7 +57,7 @@ def keep_zeros(model: ParallelModel, optimizer: torch.optim.Optimizer) -> ZeroMa
     zero_mask = ZeroMask(model)
     if not model.any_rank(zero_mask.zero_fraction > 0.0):
         raise RecipeError(
-            "the model's matrices contain no zeros to keep",
+            "the model's matrices contain no zeros",
             field="model.keep_zeros",
             got=True,
             remedy="Remove this key, or prune the model first",

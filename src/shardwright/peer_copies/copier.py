@@ -34,7 +34,7 @@ COPY_THREAD_NAME = "peer-copy"
 
 @dataclass(frozen=True)
 class CopyCounts:
-    """Copies that this rank has sent, and what they cost."""
+    """Copies that this rank has sent, with their bytes and seconds."""
 
     num_copies: int = 0
     own_bytes: int = 0
@@ -193,7 +193,7 @@ class PeerCopier:
         reports = self._ranks.all_gather([copy_id.generation, copy_id.step, digest == self._digest])
         if len({(generation, step) for generation, step, _ in reports}) > 1:
             raise RunFailed(
-                "elastic.peer_copies: the ranks copy different steps: "
+                "elastic.peer_copies: the ranks copied different steps: "
                 f"{sorted({step for _, step, _ in reports})}"
             )
         if not all(is_same for *_, is_same in reports):

@@ -92,7 +92,7 @@ def _select_copies(memory: PeerMemory, copy_id: CopyId) -> list[StateCopy]:
 
 
 def read_copied_values(ranks: RankGroup, memory: PeerMemory, copy_id: CopyId) -> dict[str, Any]:
-    """Return the values of a checkpoint of this state: those of rank 0, and the merged ones.
+    """Return the checkpoint values of this state: rank 0's and the merged values.
 
     Collective; the same on all ranks.
     """
@@ -184,7 +184,7 @@ def load_copies(
 def _gather_requests(
     ranks: RankGroup, local_tensors: Mapping[str, LocalTensor], parts: Sequence[CopiedBox]
 ) -> _Requests:
-    """Gather what every rank needs and has."""
+    """Gather the pieces that every rank needs and has."""
     needed = [
         CopiedBox(name, tensor.dtype, tensor.shape, part.box)
         for name, tensor in local_tensors.items()

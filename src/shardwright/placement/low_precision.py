@@ -168,8 +168,8 @@ def _check_partial_gradients(
         )
     if tp > shape.num_kv_heads:
         raise LayoutError(
-            f"{tp} tensor-parallel ranks share {shape.num_kv_heads} key-value heads; each has a "
-            "part of their gradient, and would quantise the part",
+            f"{tp} tensor-parallel ranks share {shape.num_kv_heads} key-value heads; each rank "
+            "has only part of their gradient and would quantise that part",
             field="layout.tp",
             got=tp,
             allowed=f"at most {shape.num_kv_heads} with {describe_bits(section)} attention "
@@ -249,7 +249,7 @@ def _check_weight_blocks(placement: Placement, section: LowPrecisionSection, nam
         return
     if matrix is not None:
         raise LayoutError(
-            f"tensor parallelism shards bytes of 4-bit weights, and {section.recipe} has blocks "
+            f"tensor parallelism shards packed 4-bit weights, but {section.recipe} has blocks "
             "of weights",
             field="layout.tp",
             got=layout.tp,

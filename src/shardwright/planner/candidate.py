@@ -136,9 +136,9 @@ class Candidate:
 
     @property
     def is_runnable(self) -> bool:
-        """True if `train` supports it. Other frameworks' offloading and 4-bit products are
-        predicted only, schedules with a split backward pass keep what offloading would move, and
-        some settings need all weights on the device."""
+        """True if `train` supports this candidate. Other frameworks' offloading and 4-bit products
+        are predicted only, schedules with a split backward pass keep what offloading would move,
+        and some settings need all weights on the device."""
         return (
             self.offload != "parameters"
             and (self.precision != "nvfp4" or self.scaled_shares is not None)

@@ -32,8 +32,8 @@ class ContextWork(NamedTuple):
 
 
 def has_uneven_contexts(facts: ModelFacts, candidate: Candidate) -> bool:
-    """Return True if context ranks may have different attention work: those of `ulysses` compute
-    whole rows."""
+    """Return True if context ranks may have unequal attention work (not with
+    `ulysses`)."""
     return candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "ulysses"
 
 

@@ -163,7 +163,7 @@ def _explain_recomputation(predictor: Predictor, chosen: Prediction) -> str | No
 
 
 def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | None:
-    """Compare quantised products with bf16 on the same layout, and say what limits the gain."""
+    """Compare quantised products with bf16 on the same layout, and state what limits the gain."""
     candidate = chosen.candidate
     shares = candidate.quantised_shares
     if shares is None:

@@ -275,5 +275,5 @@ def _count_parameter_elements(
 def get_model_facts(
     shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
 ) -> ModelFacts:
-    """Return the cached facts of a shape, and of what its layers keep."""
+    """Return the cached facts of a shape and of the results that its layers keep."""
     return ModelFacts(shape, saved_results)

@@ -1,4 +1,4 @@
-"""Costs of offloaded state: what stays on the device, and the rates of the slower tiers."""
+"""Costs of offloaded state: bytes that stay on the device and rates of the slower tiers."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def read_planning_shape(recipe: Recipe) -> ModelShape:
         raise ArchitectureError(
             "vocab_size is needed to count parameters and logits",
             field="model.config.vocab_size",
-            remedy="Set it there; planning reads no tokenizer",
+            remedy="Set it in config.json; planning does not read the tokenizer",
         )
     shape = read_config(config)
     if shape.num_layers > _MAX_LAYERS:

@@ -123,7 +123,7 @@ def fit_slowdown(
     measured: StepSeconds,
     predict: PredictStep = Predictor.predict,
 ) -> MeasuredSlowdown:
-    """Return the ratios with which the prediction of `candidate` has the measured parts.
+    """Return the ratios by which the prediction of `candidate` matches the measured parts.
 
     Links are never faster than predicted: their traffic may be hidden behind the computation.
     """
@@ -186,7 +186,7 @@ def _find_factor(
 
 
 def _slow_compute(profile: MeasuredProfile, factor: float) -> MeasuredProfile:
-    """Return the profile with all rates but those of collectives divided by `factor`."""
+    """Return the profile with all rates except collectives' divided by `factor`."""
     return replace(
         profile,
         memory_bytes_per_second=profile.memory_bytes_per_second / factor,

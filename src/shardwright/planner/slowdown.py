@@ -113,7 +113,7 @@ def combine_ranks(ranks: Sequence[RankStep], layout: Layout) -> StepSeconds:
 
 @dataclass(frozen=True)
 class SlowPart:
-    """Part of the step that exceeds its prediction most; `parallelism` is that of traffic."""
+    """Part of the step that exceeds its prediction most; `parallelism` is set for traffic."""
 
     part: StepPart
     parallelism: str | None

@@ -224,8 +224,8 @@ class StepCorrection:
         )
 
     def apply(self, prediction: Prediction) -> Prediction:
-        """Return the prediction corrected: by its own measurement, by those of its layout, or by
-        all others."""
+        """Return the prediction corrected by its own, its layout's or all other
+        measurements."""
         found = self._measured.get(prediction.candidate)
         if found is not None:
             step, predicted = found

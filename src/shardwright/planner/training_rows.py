@@ -171,7 +171,7 @@ def predict_rows(
         return predictor.predict(candidate)
     num_steps = rows.count_steps(candidate)
     if num_steps < 1:
-        raise ValueError(f"{len(rows.documents)} rows are fewer than those of a step")
+        raise ValueError(f"{len(rows.documents)} rows are fewer than one step needs")
     steps = [rows.list_micro_batches(candidate, step) for step in range(num_steps)]
     micro_batches = [each for step in steps for by_rank in step for each in by_rank]
     seconds_of = {

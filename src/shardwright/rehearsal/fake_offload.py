@@ -31,7 +31,7 @@ from shardwright.rehearsal.live_memory import LiveMemoryTracker
 
 
 class _CountingStore:
-    """Store of saved tensors that keeps only their sizes. What returns is allocated again."""
+    """Store of saved tensors that keeps only their sizes and allocates them again on return."""
 
     def __init__(self, device: torch.device, staging_bytes: int) -> None:
         self.counts = TransferCounts()

@@ -216,7 +216,7 @@ def _build_optimizer(
 
 @contextmanager
 def _use_fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Use a process group whose collectives return at once; none for a single rank."""
+    """Use a process group whose collectives return immediately; none for a single rank."""
     if world_size == 1:
         yield
         return

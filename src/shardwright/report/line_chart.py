@@ -1,4 +1,4 @@
-"""Line charts as SVG text, without library or script; CSS variables give light and dark themes.
+"""Line charts as SVG text, without library or script; CSS variables set light and dark themes.
 
 `draw_curves` draws one chart. Inline charts use the page's style; `standalone=True` includes the
 style, for a README.

@@ -37,7 +37,7 @@ _REQUEST_TIMEOUT_SECONDS = 5.0
 
 
 class LivePage:
-    """Current page of the runs, rendered again after new events at most a tenth of the time."""
+    """Current page of the runs, rendered again after new events in at most a tenth of the time."""
 
     def __init__(self, runs: Sequence[Path]) -> None:
         self._runs = list(runs)

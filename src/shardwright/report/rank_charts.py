@@ -1,4 +1,4 @@
-"""Charts of what ranks measure: memory, time by part, waiting times, temperatures."""
+"""Charts of the ranks' measurements: memory, time by part, waiting times, temperatures."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _check_comparable(run: Run, reference: Run) -> None:
     assert reference.start is not None
     if run.start.global_batch_tokens != reference.start.global_batch_tokens:
         raise InputError(
-            "the runs cannot be compared: their steps have different numbers of tokens",
+            "the runs cannot be compared: a step has a different number of tokens",
             field="global_batch_tokens",
             got=f"{run.start.global_batch_tokens:,}",
             allowed=f"{reference.start.global_batch_tokens:,}, as in the reference",

@@ -30,7 +30,7 @@ Node = Hashable
 
 
 class CommunicationGraph:
-    """Computations and messages of all ranks, each with what it waits for.
+    """Computations and messages of all ranks, with the dependencies of each.
 
     Add the calls of every rank in the order of issue; the order of the ranks does not matter.
 

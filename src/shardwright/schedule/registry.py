@@ -90,7 +90,7 @@ def count_stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
             field="virtual_stages",
             got=virtual_stages,
             allowed=str(fixed),
-            remedy="Omit it, or use interleaved_1f1b",
+            remedy="Omit virtual_stages, or use interleaved_1f1b",
         )
     return fixed
 

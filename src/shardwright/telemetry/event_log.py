@@ -311,7 +311,7 @@ _WITHDRAWN_EVENT_TYPES = (
 
 
 def select_surviving(events: Iterable[Event]) -> list[Event]:
-    """Return the events without those that a resume withdrew: those of the current weights.
+    """Return the events of the current weights, without those that a resume discarded.
 
     `resumed` at step R withdraws all earlier lines for steps after R: steps and their
     measurements, evaluations, skipped steps and checkpoints. A `run_started` that reaches a

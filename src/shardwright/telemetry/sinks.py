@@ -160,7 +160,7 @@ def _describe_compilation(event: RunStartedEvent) -> str:
 
 
 def _describe_recompute(event: RunStartedEvent) -> str:
-    """Describe what the plan chose to keep of each layer; empty if the recipe names a kind."""
+    """Describe the results that the plan keeps of each layer; empty if the recipe names a kind."""
     choice = event.plan.get("recompute_choice")
     return "" if choice is None else f", recompute {choice['description']}"
 

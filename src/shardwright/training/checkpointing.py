@@ -222,7 +222,7 @@ class RunCheckpointer:
         self._stall_seconds += time.perf_counter() - start_seconds
 
     def poll(self) -> None:
-        """Log a save that has completed; called once per step."""
+        """Log a completed background save, if any; called once per step."""
         if not self._background.is_saving:
             self._finish_pending_save()
 

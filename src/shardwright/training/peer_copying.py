@@ -43,7 +43,7 @@ def build_peer_copier(context: RankContext) -> PeerCopier | None:
 
 
 def describe_copies(counts: CopyCounts) -> str:
-    """Describe in one line what the copies of a generation took."""
+    """Describe the cost of a generation's copies in one line."""
     return (
         f"peer copies: {counts.num_copies} x {format_bytes(counts.own_bytes)} per rank, of which "
         f"{format_bytes(counts.sent_bytes)} were sent; the last took "

@@ -301,7 +301,7 @@ def _restore(
     resume_point: ResumePoint | CopiesInMemory,
     finished_step: int | None,
 ) -> None:
-    """Restore the state, and warn about changed settings and about a run that has ended."""
+    """Restore the state; warn about changed settings and a run that has already ended."""
     checkpointer.restore(resume_point, finished_step)
     if isinstance(resume_point, CopiesInMemory):
         _check_restored_replicas(context, checkpointer)

@@ -173,7 +173,7 @@ class _CandidateSearch:
         )
         if self.recipe.recompute_kind is None:
             raise InputError(
-                "tuning compares kinds of recomputation, which are the same for all layers",
+                "tuning compares only kinds of recomputation that treat all layers alike",
                 field="recompute",
                 got="auto or a budget",
                 allowed="none, selective, full",

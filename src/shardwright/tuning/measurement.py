@@ -88,7 +88,7 @@ class TrialOutcome:
 def measure_steps(
     events: Sequence[StepEvent], num_steps: int, total_seconds: float
 ) -> Measurement | None:
-    """Measure the steps of a trial that has ended; None if it has fewer than it should.
+    """Measure the steps of a finished trial; None if it has too few.
 
     Args:
         events: Step events, the warm-up steps first.

@@ -165,7 +165,7 @@ class ResultsFile:
             changed = ["format of the file"]
         if changed:
             raise InputError(
-                f"the results are of another search: different {', '.join(changed)}",
+                f"the results are from another search: they differ in {', '.join(changed)}",
                 field="--resume",
                 got=str(self.path),
                 remedy="Start in another folder (--dir)",

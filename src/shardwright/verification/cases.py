@@ -199,7 +199,7 @@ def shrink_shape(
     """
     if isinstance(shape, HFShape) and (num_layers is not None or hidden_size is not None):
         raise ArchitectureError(
-            f"a {shape.family} model runs through transformers' class and cannot be shrunk",
+            f"a {shape.family} model runs through transformers' class and cannot be reduced",
             field="--num-layers" if num_layers is not None else "--hidden-size",
             got=num_layers if num_layers is not None else hidden_size,
             remedy="Give a smaller config.json inline (model.config)",

@@ -350,7 +350,7 @@ def _choose_num_layers(layout: Layout, offload: OffloadSection) -> int:
 def _estimate_cost(cell: GridCell) -> float:
     """Estimate the processor time of a cell, up to a constant factor; fitted to measured times.
 
-    Ranks also cost the time in which they wait for each other.
+    The time that ranks wait for each other counts too.
     """
     layers_of_rank = cell.num_layers / cell.layout.pp
     operations = (

@@ -1,4 +1,4 @@
-"""One rank's part of a cell with offloading: its bits beside those of the resident run.
+"""One rank's part of a cell with offloading: bit comparison with the resident run.
 
 Offloading changes where values are stored and no bit of them, so nothing is allowed to differ.
 `cell.py` compares the resident run of the same layout with one process.

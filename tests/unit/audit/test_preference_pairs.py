@@ -170,7 +170,7 @@ def test_wrong_settings_are_refused(
         (["--beta", "0.1"], "has no beta"),
         (["--reference", str(reference_folder)], "belong to the DPO loss"),
         ([*chosen, "--beta", "0.1"], "reference model of the preference loss is not known"),
-        ([*chosen, "--beta", "0.1", "--reference", str(tmp_path)], "no Hugging Face folder"),
+        ([*chosen, "--beta", "0.1", "--reference", str(tmp_path)], "not a Hugging Face folder"),
         ([*chosen, "--beta", "0.1", "--reference", str(other)], "is another model"),
     ]
     for arguments, message in wrong:

@@ -132,7 +132,7 @@ def test_a_wrong_model_folder_is_refused(clean: Path, tmp_path: Path, capsys: An
     save_file(weights, tmp_path / "incomplete/model.safetensors", metadata={"format": "pt"})
     (tmp_path / "damaged/model.safetensors").write_bytes(b"\0" * 20)
     for name, message in (
-        ("absent", "--model: no Hugging Face folder"),
+        ("absent", "--model: not a Hugging Face folder"),
         ("empty", "--model: this folder's weights cannot be loaded"),
         ("incomplete", "--model: this folder lacks 1 weights, such as lm_head.weight"),
         ("damaged", "--model: this folder's weights cannot be loaded"),

@@ -45,7 +45,7 @@ from shardwright.errors import ExitCode
         (["--slurm", "--gpus-per-node", "2", "--ranks-per-node", "2"], "each rank uses one GPU"),
         (
             ["--slurm", "--gpus-per-node", "2", "--ranks-per-node", "3", "--set", "run.device=cpu"],
-            "two numbers of ranks (got 3 with --gpus-per-node 2)",
+            "contradictory numbers of ranks per node (got 3 with --gpus-per-node 2)",
         ),
         (["--slurm", "--gpus-per-node", "2", "--sweep", "seed"], "KEY=VALUE,VALUE"),
         (["--slurm", "--gpus-per-node", "2", "--sweep", "seed=1,1"], "KEY=VALUE,VALUE"),

@@ -159,7 +159,7 @@ def test_a_single_node_needs_no_rendezvous_and_every_start_resumes(
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        ("cronjob", (), "--job-kind: not a kind of job (got cronjob;"),
+        ("cronjob", (), "--job-kind: unknown kind of job (got cronjob;"),
         ("jobset", ("--set", "name=7b"), "name: cannot be the host name of a pod (got 7b;"),
         ("trainjob", ("--set", f"name={'a' * 52}"), "at most 48 characters"),
         ("trainjob", ("--port", "3333"), "the Trainer chooses the port"),

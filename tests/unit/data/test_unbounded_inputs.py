@@ -169,7 +169,7 @@ def test_a_line_that_does_not_end_is_an_error(
         "longer than 1,000 characters",
     ]
     path.write_bytes(gzip.compress(b'{"text": "a"}\n' + b"x" * 20_000))
-    with pytest.raises(DataError, match="a line does not end") as caught:
+    with pytest.raises(DataError, match="a line has no end within the limit") as caught:
         list(read_rows(path, "jsonl", "gzip"))
     assert caught.value.field == f"{path}:2"
     assert "10,000 characters" in str(caught.value)

@@ -111,6 +111,6 @@ def test_a_node_names_a_message_without_its_parts(message: dict[str, Any]) -> No
 def test_a_node_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the launcher that was lost."""
     monkeypatch.setattr(node_service.tempfile, "tempdir", str(tmp_path / "absent"))
-    text = "this node failed, and counts as lost: .*absent"
+    text = "this node failed and counts as lost: .*absent"
     with serve(b'{"accepted": true}\n', RunFailed, text) as launcher:
         launcher.send({"generation": 1, "recipe": "", "hang_reports": None})

@@ -65,5 +65,5 @@ def test_too_few_layers_are_refused_with_a_number_that_works(
 ) -> None:
     with pytest.raises(LayoutError) as caught:
         partition_layers([1.0] * layers, ranks)
-    assert f"{layers} layers do not fill {len(ranks)} pipeline stages" in str(caught.value)
+    assert f"{layers} layers are fewer than {len(ranks)} pipeline stages" in str(caught.value)
     assert message in str(caught.value)

@@ -136,7 +136,7 @@ def test_rows_that_cannot_end_early_are_full() -> None:
     assert rows.list_micro_batches(Candidate(DDP, LENGTH), 0)[0][0].row_tokens == LENGTH
     compiled = Candidate(Layout(tp=2), LENGTH, compile=True)
     assert build_rows(64).list_micro_batches(compiled, 0)[0][0].row_tokens == LENGTH
-    with pytest.raises(ValueError, match="2 rows are fewer than those of a step"):
+    with pytest.raises(ValueError, match="2 rows are fewer than one step needs"):
         predict_rows(build_predictor(), Candidate(DDP, LENGTH, 2), rows)
 
 

@@ -46,7 +46,7 @@ _LOW_PRECISION_RATIO = 0.4
 
 @dataclass(frozen=True)
 class MistakeDiagnosis:
-    """Named mistakes that reproduce what was recorded.
+    """Known mistakes that reproduce the recorded step.
 
     `residual_before` and `residual_after` are relative norms of the difference without and with
     the mistakes. `alternatives` are mistakes with the same effect on this step.
@@ -126,7 +126,7 @@ def iterate_router_losses(evidence: Evidence, reading: BatchReading) -> Iterator
 
 
 def iterate_leftovers(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
-    """Yield the expected gradient plus what was in the gradients before the step."""
+    """Yield the expected gradient plus gradients left over from before the step."""
     start = torch.zeros(evidence.model.num_values, dtype=evidence.model.dtype)
     found = False
     for name in evidence.model.names:

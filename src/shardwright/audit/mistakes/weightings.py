@@ -1,4 +1,4 @@
-"""Weights of micro-batches in a step's gradient: what the objective asks, and known mistakes.
+"""Weights of micro-batches in a step's gradient: the objective's, and known mistakes.
 
 A step's gradient is the sum of the micro-batches' summed losses' gradients with one weight each.
 

@@ -104,7 +104,7 @@ def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: boo
 def _select_sizes(
     findings: Sequence[Finding], width: int, *, has_peak_column: bool
 ) -> tuple[list[int], int]:
-    """Return the message sizes that fit the width, and the number of those that do not.
+    """Return the message sizes that fit the width, and the number of omitted ones.
 
     Sizes that all collectives were measured with take precedence.
     """

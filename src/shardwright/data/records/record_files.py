@@ -157,7 +157,7 @@ def _skip_line(lines: io.TextIOWrapper, path: Path, number: int) -> None:
         num_skipped += len(rest)
         if num_skipped > _MAX_SKIPPED_CHARACTERS:
             raise DataError(
-                "a line does not end",
+                "a line has no end within the limit",
                 field=f"{path}:{number}",
                 got=f"more than {_MAX_SKIPPED_CHARACTERS:,} characters",
                 allowed=f"a record of at most {MAX_RECORD_BYTES:,} characters on each line",

@@ -225,11 +225,11 @@ def _read_text(file: SourceFile, record: int) -> Iterator[TextPiece | BrokenReco
                 begins = False
             if num_pending > MAX_UNSPLIT_CHARACTERS:
                 raise DataError(
-                    "the text is too long without a line end or a space between two words",
+                    "the text has no line end or space within the limit",
                     field=f"{file.path}:{line}",
                     got=f"at least {num_pending:,} characters",
                     allowed=f"{MAX_UNSPLIT_CHARACTERS:,} characters",
-                    remedy="If this is text, break its lines; if it is not, remove the file",
+                    remedy="If this is text, add line breaks; otherwise remove the file",
                 )
     if is_blank:
         yield BrokenRecord(record, file.name, 1, "an empty file", harmless=True)

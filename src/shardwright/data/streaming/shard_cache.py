@@ -239,7 +239,7 @@ class ShardCache:
                     f"the cache of tokenised shards cannot be written: {error.strerror}",
                     field="data.cache_dir",
                     got=str(error.filename or folder),
-                    remedy="Free space there, set another folder, or reduce "
+                    remedy="Free some space there, choose another folder, or reduce "
                     "data.streaming.cache_bytes",
                 ) from error
             raise

@@ -191,7 +191,7 @@ class StreamedDataset:
         return shard, index - self.order.starts[number]
 
     def _read_ahead(self, number: int, epoch: int) -> None:
-        """Fetch the window after that of shard `number` in the background, once."""
+        """Fetch the window after shard `number`'s in the background, once."""
         order = self.order.get_epoch_order(epoch)
         window = order.window_of_shard[number]
         is_busy = self._thread is not None and self._thread.is_alive()

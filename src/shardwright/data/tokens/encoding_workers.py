@@ -69,7 +69,7 @@ def encode_in_order(
                 yield from zip(done, future.result(), strict=True)
         except BrokenProcessPool as error:
             raise DataError(
-                "a worker process that tokenises died",
+                "a tokenizer worker process died",
                 field="data.num_workers",
                 got=num_workers,
                 remedy="It may have run out of memory: reduce the number",

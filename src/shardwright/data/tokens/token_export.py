@@ -29,7 +29,7 @@ MAX_FILE_TOKENS = 1 << 26
 
 
 class WrittenTokens(NamedTuple):
-    """Files that were written, and documents left out because they have nothing to learn."""
+    """Files written, and the number of documents left out because nothing is supervised."""
 
     files: tuple[str, ...]
     num_documents: int
@@ -161,7 +161,7 @@ def _check_absent(target: str) -> None:
 
 
 def _publish(path: Path, target: str, name: str) -> None:
-    """Copy a complete file to its place, where it appears at once."""
+    """Copy a complete file to its target atomically."""
     try:
         if is_remote(target):
             file_system, base = open_file_system(target)

@@ -129,7 +129,7 @@ def time_collective(
     work = _prepare_collective(kind, group, ranks, message_bytes, device)
 
     def time_round(calls: int) -> tuple[float, float]:
-        """Return the seconds of some calls, and those of this rank's processor."""
+        """Return the wall-clock and the processor seconds of some calls on this rank."""
         _synchronise_group(group, device)
         processor_start = time.process_time()
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Rates of direct I/O in the folder of offloading's scratch files, and what limits them."""
+"""Rates of direct I/O in the folder of scratch files, and their limits."""
 
 from __future__ import annotations
 

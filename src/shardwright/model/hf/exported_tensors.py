@@ -16,7 +16,7 @@ from shardwright.model.hf.fp8_weights import FP8Weights
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of the folder: its parameter, the slice of it, and what it stores of it.
+    """One exported tensor: its parameter, the slice, and the part: values, codes or scales.
 
     `codes` are the 8-bit numbers of a quantised matrix, `scales` its scales.
     """

@@ -239,7 +239,7 @@ def _write_shard(
 def _to_stored_dtype(spec: ParameterSpec, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tuple(tensor.shape) != spec.shape:
         raise WeightsError(
-            "the tensor's shape is not that of the model's parameter",
+            "the tensor and the model's parameter have different shapes",
             field=spec.name,
             got=list(tensor.shape),
             allowed=str(list(spec.shape)),
@@ -294,7 +294,7 @@ def _check_empty(out: Path, overwrite: bool) -> None:
             remedy="Name another folder, or use --overwrite",
         )
     if out.exists() and not out.is_dir():
-        raise InputError("this is a file; the export is a folder", field="out", got=out)
+        raise InputError("this is a file; an export needs a folder", field="out", got=out)
 
 
 def _replace_folder(partial: Path, out: Path) -> None:

@@ -42,7 +42,7 @@ _FIRST_CUDA_OF_BLOCKS = (12, 9)
 
 @dataclass(frozen=True)
 class KernelDevice:
-    """A device that torch calls CUDA, as far as its 8-bit and 4-bit kernels depend on it."""
+    """Properties of a CUDA device on which its 8-bit and 4-bit kernels depend."""
 
     name: str
     capability: Capability

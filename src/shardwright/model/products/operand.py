@@ -25,7 +25,7 @@ PRODUCT_SCALINGS: dict[str, ProductScaling] = {
 
 
 def get_widest_blocks(scaling: Scaling) -> Scaling:
-    """Return the blocks whose maxima decide all scales: those of outer scales, if there are."""
+    """Return the blocks whose maxima decide all scales: the outer scales' if present."""
     return scaling.outer if isinstance(scaling, TwoLevelScaling) else scaling
 
 

@@ -106,7 +106,7 @@ def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule
 
 
 class LayerReference(NamedTuple):
-    """A layer as far as its weight's gradient needs it; holds no copy of the weight."""
+    """Data of a layer that its weight gradient needs; holds no copy of the weight."""
 
     rule: ProductRule
     weight: nn.Parameter

@@ -149,7 +149,7 @@ class RowChunks:
     def list_tiles(
         self, queries: Sequence[int], keys: Sequence[int], window: int | None
     ) -> list[AttentionTile]:
-        """List the tiles between concatenated chunks; those of the queries' own chunks first."""
+        """List the tiles between concatenated chunks, the queries' own chunks first."""
         visibilities = [
             [self.find_visibility(query, key, window) for key in keys] for query in queries
         ]

@@ -81,7 +81,7 @@ class ProductTemporaries(NamedTuple):
 
 
 class BlockTemporaries(NamedTuple):
-    """Those of a block's products; of the largest one if several share an operation."""
+    """Temporary bytes of a block's products; the largest if several share an operation."""
 
     down: ProductTemporaries = ProductTemporaries()
     up: ProductTemporaries = ProductTemporaries()

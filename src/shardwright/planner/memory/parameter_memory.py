@@ -39,7 +39,7 @@ class StageLoad:
     """Stages whose input's gradient goes to another rank."""
     deferred_passes: tuple[tuple[float, float], ...] = ()
     """Under a schedule that defers gradients of weights, for the moments with most of them: passes
-    that are saved, and passes whose gradients of weights wait, beside the one that runs backward.
+    that are saved, and passes with deferred weight gradients, besides the one that runs backward.
     """
 
 

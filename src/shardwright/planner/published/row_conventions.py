@@ -1,4 +1,4 @@
-"""Conventions of a published row: those of its framework's release, changed by its notes."""
+"""Conventions of a published row: its framework release's, modified by its notes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ releases gather a bucket at a time."""
 def build_conventions(
     row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, node: Node
 ) -> FrameworkConventions:
-    """Return the conventions of a row's framework: those of its release, changed by the row's
+    """Return the conventions of a row's framework release, modified by the row's
     notes."""
     accelerator = node.accelerator
     is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")

@@ -1,4 +1,4 @@
-"""Choice of what each layer keeps for its backward pass within a budget of memory.
+"""Choice of the results that each layer keeps for its backward pass within a memory budget.
 
 Results are kept in the order of seconds saved per byte (the fractional knapsack's rule). A layer
 that keeps a result saves its seconds and holds its bytes, independently of other layers, so the
@@ -109,7 +109,7 @@ def check_choosable(shape: ModelShape, precision: str) -> None:
     else:
         return
     raise RecipeError(
-        f"{reason}: the plan cannot choose which of them to keep",
+        f"{reason}: the plan cannot choose which results to keep",
         field="recompute",
         got="auto or a budget",
         allowed="none, selective, full",

@@ -1,4 +1,4 @@
-"""Levels of recomputation of a layer: what it may keep, with the bytes and seconds of each."""
+"""Levels of recomputation of a layer: results that it may keep, with bytes and seconds."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _FIELD = "layout.async_tensor_parallel"
 
 
 def resolve_async_tensor_parallel(recipe: Recipe, plan: Plan) -> Plan:
-    """Check the setting against model, layout and machine, and replace `auto` by its meaning.
+    """Check the setting against model, layout and machine, and resolve `auto`.
 
     Every rank of a run calls this with the same plan on the same kind of machine.
 

@@ -21,7 +21,7 @@ def check_attention(recipe: Recipe, plan: Plan) -> None:
     context = plan.placement.context
     if context is not None and context.method != "ulysses":
         raise RecipeError(
-            f"context parallelism by {context.method} computes tiles of rows with its own kernels",
+            f"context parallelism by {context.method} uses its own tile kernels",
             field="model.attention",
             got=attention,
             allowed="auto or explicit",

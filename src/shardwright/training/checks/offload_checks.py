@@ -171,7 +171,7 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
 def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
     if isinstance(plan.placement.shape, HFShape):
         raise RecipeError(
-            f"blocks of transformers' own classes cannot offload their {content}",
+            f"models that run through transformers' own classes cannot offload their {content}",
             field=f"offload.{key}",
             got=tier,
             allowed="none for this family of models",

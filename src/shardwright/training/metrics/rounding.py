@@ -13,7 +13,7 @@ from shardwright.parallel import ParallelModel
 
 
 def sum_rounding_table(model: ParallelModel, totals: RoundingTotals) -> Tensor:
-    """Sum the counts of a step over all ranks; copies of an operand count each. Collective."""
+    """Sum a step's counts over all ranks; every copy of an operand counts. Collective."""
     return model.sum_over(totals.pop_table(model.device), AXES)
 
 
