@@ -120,7 +120,11 @@ def read_single_window(fields: ConfigFields, shape: ModelShape, default: int | N
 def read_layer_types(
     fields: ConfigFields, shape: ModelShape, kinds: list[str], window: int | None
 ) -> ModelShape:
-    """Read the layers with a sliding window from `layer_types`; `kinds` if it is absent."""
+    """Read the layers with a sliding window from `layer_types`; `kinds` if it is absent.
+
+    Raises:
+        ArchitectureError: A layer type is unknown, or the window of sliding layers is missing.
+    """
     layer_types = fields.read("layer_types")
     kinds = kinds if layer_types is None else layer_types
     known = ("full_attention", "sliding_attention")

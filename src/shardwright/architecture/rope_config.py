@@ -48,6 +48,9 @@ def read_ropes_by_layer_type(
     In the older format `rope_theta` and `rope_scaling` belong to the first, and
     `rope_local_base_freq` is the base of the second; the newer format nests both in
     `rope_parameters`.
+
+    Raises:
+        ArchitectureError: The value is not a mapping of layer types.
     """
     full_theta = fields.read_number("rope_theta", full_theta, is_exclusive=True)
     sliding_theta = fields.read_number("rope_local_base_freq", sliding_theta, is_exclusive=True)

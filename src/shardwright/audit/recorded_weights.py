@@ -201,7 +201,11 @@ def read_reference_weights(path: Path, weights: dict[str, Tensor]) -> dict[str, 
 
 
 def choose_config(record: StepRecord, model_path: Path | None) -> dict[str, Any]:
-    """Return the config.json of the folder, else that of the record."""
+    """Return the config.json of the folder, else that of the record.
+
+    Raises:
+        AuditInputError: The model has no Hugging Face configuration.
+    """
     if model_path is not None:
         path = model_path / "config.json"
         if not path.is_file():

@@ -106,6 +106,9 @@ class RunFolder:
         """True if a save has completed, even if damaged since.
 
         A run that died during its first save has no checkpoint and may start again.
+
+        Raises:
+            CheckpointError: The folder of checkpoints cannot be read.
         """
         try:
             return has_saved(self.checkpoints)

@@ -252,6 +252,9 @@ def parse_environment(assignments: Iterable[str]) -> dict[str, str]:
 
     >>> parse_environment(["HF_HOME=/scratch/hf"])
     {'HF_HOME': '/scratch/hf'}
+
+    Raises:
+        InputError: An entry is not NAME=VALUE.
     """
     variables = {}
     for assignment in assignments:

@@ -29,7 +29,11 @@ class KubernetesOptions:
     """Size of /dev/shm for NCCL and data workers; the default of Kubernetes is 64 MiB."""
 
     def parse_volumes(self) -> list[tuple[str, str]]:
-        """Parse the volumes into pairs of claim and mount path."""
+        """Parse the volumes into pairs of claim and mount path.
+
+        Raises:
+            InputError: An entry is not CLAIM:/PATH.
+        """
         mounts = []
         for volume in self.volumes:
             claim, colon, path = volume.partition(":")

@@ -108,6 +108,9 @@ def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[
 
     >>> apply_overrides({"training": {"max_steps": 5}}, ["training.learning_rate=1e-4"])
     {'training': {'max_steps': 5, 'learning_rate': 0.0001}}
+
+    Raises:
+        RecipeError: An entry is not key=value, or its key lies in a value that is not a mapping.
     """
     result: dict[str, Any] = _copy_mapping(document)
     for override in overrides:
@@ -147,6 +150,9 @@ def parse_layout(text: str) -> dict[str, Any]:
 
     >>> parse_layout("dp_shard=2,zero_stage=3")
     {'dp_shard': 2, 'zero_stage': 3}
+
+    Raises:
+        LayoutError: A key is unknown or given twice, or its value is not allowed.
     """
     if text.strip() == "auto":
         return {"auto": True}

@@ -231,6 +231,9 @@ def fingerprint_files(files: Sequence[SourceFile], root: Path) -> list[list[Any]
     Hashes are saved by path, size, mtime and inode, so that a run need not read a large corpus
     again. A file modified less than two seconds before it was hashed is hashed again next time,
     because a further change could leave the same mtime.
+
+    Raises:
+        DataError: A file cannot be read.
     """
     hashes_path = (
         root / "hashes" / f"{compute_key([str(file.path.resolve()) for file in files])}.json"

@@ -134,7 +134,11 @@ def decode_samples(
     num_samples: int,
     global_batch_size: int,
 ) -> list[DecodedSample]:
-    """Decode the samples that the run reads from `position` on."""
+    """Decode the samples that the run reads from `position` on.
+
+    Raises:
+        RecipeError: The recipe has no validation data.
+    """
     dataset: TokenDataset | None = prepared.train if side == "train" else prepared.validation
     if dataset is None:
         raise RecipeError(

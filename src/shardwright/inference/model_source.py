@@ -316,7 +316,11 @@ def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtyp
 
 
 def parse_device(name: str) -> torch.device:
-    """Parse a device name and check that the device exists; `auto` prefers CUDA."""
+    """Parse a device name and check that the device exists; `auto` prefers CUDA.
+
+    Raises:
+        InputError: The device is unknown or not on this machine.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -339,7 +343,11 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtype(name: str, default: torch.dtype) -> torch.dtype:
-    """Parse the recipe's name of a precision; `auto` returns the default."""
+    """Parse the recipe's name of a precision; `auto` returns the default.
+
+    Raises:
+        InputError: The precision is unknown.
+    """
     if name == "auto":
         return default
     if name not in DTYPE_OF_PRECISION:

@@ -127,7 +127,11 @@ def _introduce(
 
 
 def connect(place: NodePlace) -> socket.socket:
-    """Connect to the launcher, which may start later than this node."""
+    """Connect to the launcher, which may start later than this node.
+
+    Raises:
+        RunFailed: The launcher on node 0 cannot be reached in time.
+    """
     deadline = time.monotonic() + FIRST_WAIT_SECONDS
     while True:
         try:

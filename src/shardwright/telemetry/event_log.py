@@ -86,7 +86,11 @@ class EventWriter:
         return self.append(make_event(kind, **values))
 
     def append(self, event: Event) -> Event:
-        """Fill in the times of the event, write it, and return it as written."""
+        """Fill in the times of the event, write it, and return it as written.
+
+        Raises:
+            RunFailed: The file cannot be written.
+        """
         stamped = dataclasses.replace(
             event, time=time.time(), elapsed_seconds=time.monotonic() - self._opened_at
         )

@@ -196,6 +196,9 @@ def shrink_shape(
     """Shrink a model to its first layers, or to a width with fewer heads and a smaller MLP.
 
     Head size and query heads per key-value head stay the same.
+
+    Raises:
+        ArchitectureError: The model cannot be reduced, or the sizes are larger than the model's.
     """
     if isinstance(shape, HFShape) and (num_layers is not None or hidden_size is not None):
         raise ArchitectureError(

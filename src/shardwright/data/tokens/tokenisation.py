@@ -52,7 +52,11 @@ def compute_tokens_key(
 
 
 def load_template(recipe: Recipe, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Load the chat template of a recipe; warn if it may render the current date."""
+    """Load the chat template of a recipe; warn if it may render the current date.
+
+    Raises:
+        TokenizerError: Token ids have no tokenizer, which a chat template needs.
+    """
     if isinstance(tokenizer, AbsentTokenizer):
         if recipe.data.chat_template is not None:
             raise TokenizerError(
@@ -95,6 +99,9 @@ def load_given_tokenizer(
 
     Sources of token ids need none; then the result is an `AbsentTokenizer`, unless the recipe
     sets one.
+
+    Raises:
+        TokenizerError: The tokenizer is not set or not found, or the vocabulary size is unknown.
     """
     if recipe.tokenizer.kind != "huggingface":
         return None

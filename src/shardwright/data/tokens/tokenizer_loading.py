@@ -42,6 +42,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
 
     Deterministic. The result has fewer than `vocab_size` tokens if no further pair occurs
     twice.
+
+    Raises:
+        TokenizerError: The vocabulary is too small for 256 bytes and the end-of-text token.
     """
     if vocab_size <= NUM_BYTES:
         raise TokenizerError(

@@ -62,7 +62,12 @@ def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[An
 
 
 def load_configuration(content: dict[str, Any], section: ModelSection) -> Any:
-    """Load transformers' configuration object for a config.json."""
+    """Load transformers' configuration object for a config.json.
+
+    Raises:
+        ArchitectureError: transformers does not know the family, refuses the configuration, or
+            would run Python code of the folder.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -103,7 +108,11 @@ def load_configuration(content: dict[str, Any], section: ModelSection) -> Any:
 def instantiate(
     config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False
 ) -> nn.Module:
-    """Build the module of a configuration; `code` is the folder of its own Python code."""
+    """Build the module of a configuration; `code` is the folder of its own Python code.
+
+    Raises:
+        ArchitectureError: transformers cannot build the model.
+    """
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": code is not None, "dtype": torch.float32}

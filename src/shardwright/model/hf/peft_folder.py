@@ -92,7 +92,11 @@ class PeftFolder:
         self._file = safe_open(str(self.path), framework="pt")
 
     def read(self, name: str, narrow: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
-        """Read a slice, (start, length) per dim, of an adapter parameter."""
+        """Read a slice, (start, length) per dim, of an adapter parameter.
+
+        Raises:
+            WeightsError: The file cannot be read.
+        """
         spec = self._specs[name]
         inside = tuple(slice(start, start + length) for start, length in narrow)
         try:

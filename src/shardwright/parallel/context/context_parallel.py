@@ -150,7 +150,11 @@ class ContextParallel:
         context: ForwardContext,
         dropout: Dropout | None,
     ) -> Tensor:
-        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`."""
+        """Compute attention of this rank's queries over the whole row, `[B, H, L, E]`.
+
+        Raises:
+            LayoutError: Generation with a cache, which context parallelism does not support.
+        """
         if context.cache is not None:
             raise LayoutError(
                 "generation does not support context parallelism",

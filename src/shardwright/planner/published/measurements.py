@@ -108,6 +108,9 @@ def extract_configuration(row: Mapping[str, str]) -> dict[str, str]:
 def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Read the unfiltered table. Only `extract_configuration` of a row may be used for a
     prediction.
+
+    Raises:
+        DataError: The file is not a table of measurements, or cannot be read.
     """
     try:
         with io.TextIOWrapper(open_regular_file(path), encoding="utf-8", newline="") as file:
