@@ -30,12 +30,13 @@ ScheduleArgument = Annotated[
         ),
     ),
 ]
-Stages = Annotated[
+Ranks = Annotated[
     int | None,
     typer.Option(
+        "--ranks",
         "--stages",
         min=1,
-        help="Number of pipeline ranks for a NAME (not stages: a rank can hold several).",
+        help="Number of pipeline ranks, for a NAME. --stages is the former spelling.",
     ),
 ]
 MicroBatches = Annotated[
@@ -69,7 +70,7 @@ AsText = Annotated[
 
 def schedule_command(
     name: ScheduleArgument,
-    stages: Stages = None,
+    ranks: Ranks = None,
     micro_batches: MicroBatches = None,
     virtual_stages: VirtualStages = None,
     times: TimesOption = "1,1,1",
@@ -97,17 +98,17 @@ def schedule_command(
             remedy="Remove one of them",
         )
     if name in PIPELINE_SCHEDULES:
-        if stages is None or micro_batches is None:
+        if ranks is None or micro_batches is None:
             raise ScheduleError(
-                f"{name} needs --stages and --micro-batches",
+                f"{name} needs --ranks and --micro-batches",
                 field="schedule",
-                remedy="Add e.g. --stages 4 --micro-batches 8",
+                remedy="Add e.g. --ranks 4 --micro-batches 8",
             )
-        _check_size(stages, micro_batches, virtual_stages)
-        schedule = build_schedule(name, stages, micro_batches, virtual_stages)
+        _check_size(ranks, micro_batches, virtual_stages)
+        schedule = build_schedule(name, ranks, micro_batches, virtual_stages)
     else:
         schedule = load_schedule_file(name)
-        _check_consistent(schedule, stages, micro_batches, virtual_stages)
+        _check_consistent(schedule, ranks, micro_batches, virtual_stages)
     proof = check_schedule(schedule)
     timeline = simulate(schedule, _parse_times(times, schedule))
     if svg is not None:
@@ -124,13 +125,13 @@ def schedule_command(
     _print_schedule(schedule, proof, timeline, is_drawn=not as_json)
 
 
-def _check_size(stages: int, micro_batches: int, virtual_stages: int | None) -> None:
+def _check_size(ranks: int, micro_batches: int, virtual_stages: int | None) -> None:
     """Refuse a schedule that would take minutes to build and check."""
-    passes = stages * micro_batches * (virtual_stages or 1)
+    passes = ranks * micro_batches * (virtual_stages or 1)
     if passes > _MAX_PASSES:
         raise ScheduleError(
             "too large to build and check",
-            field="--stages x --micro-batches x --virtual-stages",
+            field="--ranks x --micro-batches x --virtual-stages",
             got=f"{passes:,}",
             allowed=f"at most {_MAX_PASSES:,}",
             remedy="Use fewer micro-batches; the schedule looks the same",
@@ -138,11 +139,11 @@ def _check_size(stages: int, micro_batches: int, virtual_stages: int | None) -> 
 
 
 def _check_consistent(
-    schedule: Schedule, stages: int | None, micro_batches: int | None, virtual_stages: int | None
+    schedule: Schedule, ranks: int | None, micro_batches: int | None, virtual_stages: int | None
 ) -> None:
     per_rank = schedule.num_stages / schedule.num_ranks
     for option, got, expected in (
-        ("--stages", stages, schedule.num_ranks),
+        ("--ranks", ranks, schedule.num_ranks),
         ("--micro-batches", micro_batches, schedule.num_micro_batches),
         ("--virtual-stages", virtual_stages, per_rank),
     ):

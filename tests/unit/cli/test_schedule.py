@@ -65,7 +65,7 @@ def test_json_is_the_only_standard_output(capsys: pytest.CaptureFixture[str]) ->
 def test_text_survives_a_round_trip_through_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run(["schedule", "zbv", "--stages", "2", "--micro-batches", "4", "--text"])
+    run(["schedule", "zbv", "--ranks", "2", "--micro-batches", "4", "--text"])
     text = capsys.readouterr().out
     path = tmp_path / "own.csv"
     path.write_text(text)
@@ -96,7 +96,7 @@ def test_times_change_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["1f1b", "--stages", "4"], "needs --stages and --micro-batches"),
+        (["1f1b", "--stages", "4"], "needs --ranks and --micro-batches"),
         (["2f2b", "--stages", "4", "--micro-batches", "4"], "allowed: gpipe, 1f1b"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "1,x"], "--times"),
         (["1f1b", "--stages", "2", "--micro-batches", "4", "--times", "0,0,0"], "--times"),
