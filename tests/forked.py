@@ -6,8 +6,8 @@ more than the few steps that a test trains. `run` and `Popen` take the arguments
 and `subprocess.Popen`. Where the command is `python -m MODULE` or `python -c CODE`, they fork a
 server process instead of starting an interpreter. The program has the same state as after a real
 start: `__main__`, arguments, environment, folder, standard streams, session, signal handlers,
-random numbers, exit. Only the rate of fp32 products, which a run measures at its start, is the
-server's.
+random numbers, exit. Only the rate of fp32 products, which a run measures at its start, is that of
+the server, but for servers that `serve_environment` adds.
 
 Ranks which the command starts through torch's elastic launcher are forked as well, from a copy of
 the server that the launcher has not touched, and are children of the launcher: it sees their exit
@@ -95,6 +95,10 @@ _MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER_SECONDS = 300.0
 """Longest time of the server's imports on a busy machine."""
+_CEILING_OPTION = "--with-ceiling"
+"""Option of the server of this process; programs of added servers measure the rate of products, as
+started programs do.
+"""
 _PADDING = {"SHARDWRIGHT_FORK_PADDING": "x" * (1 << 15)}
 """Room in the server's initial environment, into which forked programs write theirs."""
 
@@ -152,7 +156,7 @@ def _find_server(environment: Mapping[str, str]) -> _Server | None:
         if server.pid == os.getpid() and server.environment == wanted:
             return server
     if not _servers or _servers[0].pid != os.getpid():
-        server, process = _start_server(os.environ)
+        server, process = _start_server(os.environ, _CEILING_OPTION)
         atexit.register(_end_server, server, process)
         _servers[:] = [server]
     return _servers[0] if _servers[0].environment == wanted else None
@@ -173,11 +177,13 @@ def serve_environment(environment: Mapping[str, str]) -> Iterator[None]:
         _end_server(server, process)
 
 
-def _start_server(environment: Mapping[str, str]) -> tuple[_Server, subprocess.Popen[bytes]]:
+def _start_server(
+    environment: Mapping[str, str], *options: str
+) -> tuple[_Server, subprocess.Popen[bytes]]:
     near_end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far_end:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", str(far_end.fileno())],
+            [sys.executable, "-m", "tests.forked", str(far_end.fileno()), *options],
             cwd=ROOT,
             env={**environment, **QUIET, **_PADDING},
             stdin=subprocess.DEVNULL,
@@ -521,7 +527,8 @@ def _import_all() -> None:
     nodes.Popen = Popen
     # Otherwise every program's first full collection copies the pages of all imports.
     import_module("shardwright.training.garbage_collection").freeze_imports()
-    _measure_ceiling()
+    if _CEILING_OPTION in sys.argv:
+        _measure_ceiling()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, (
         f"a process with {len(threads)} threads cannot be forked: an import starts some"

@@ -185,6 +185,7 @@ def test_a_run_folder_has_its_files(uninterrupted: Path) -> None:
     steps = select_surviving_steps(events)
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     assert all(len(step.memory_bytes) == 2 and min(step.memory_bytes) > 0 for step in steps)
+    assert all(step.mfu is not None and 0.0 < step.mfu <= 1.0 for step in steps)
     assert all(
         step.step_seconds >= (step.forward_seconds or 0) + (step.backward_seconds or 0)
         for step in steps
