@@ -133,7 +133,12 @@ def measure(folder: Path, num_steps: int) -> dict[str, Any]:
             runs[run_folder.name] = row
             results.write_text(format_rows(runs) + "\n")
         print(f"{run_folder.name}: {row['final_loss']:.4f}, {row['validation_loss']:.4f}")
-    return {"conditions": read_conditions(), "steps": num_steps, "runs": list(runs.values())}
+    names = [name_folder(folder, precision, seed).name for precision, seed, _ in list_runs()]
+    return {
+        "conditions": read_conditions(),
+        "steps": num_steps,
+        "runs": [runs[name] for name in names],
+    }
 
 
 def name_folder(folder: Path, precision: str, seed: int) -> Path:
@@ -213,12 +218,12 @@ def compute_interval(differences: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(differences)), float(half)
 
 
-def list_outside(runs: Runs) -> list[str]:
-    """List the runs whose final loss is farther from bf16's of the same seed than bf16's three
-    seeds lie apart."""
+def list_outside(runs: Runs, seeds: Sequence[int]) -> list[str]:
+    """List the runs whose final loss is farther from bf16's of the same seed than these seeds of
+    bf16 lie apart."""
     outside = []
     for field, noun in FIELDS.items():
-        low, high = find_spread(runs, field, SEEDS)
+        low, high = find_spread(runs, field, seeds)
         for precision in runs:
             differences = list_differences(runs, precision, field)
             outside += [
@@ -286,7 +291,9 @@ def render_page(result: dict[str, Any]) -> str:
             f"{len(BF16_SEEDS)} seeds\n  {all_low:.4f} to {all_high:.4f}, {all_high - all_low:.4f} "
             f"apart, with a standard deviation of {deviation:.4f}."
         )
-    outside = ", ".join(list_outside(runs)) or "none"
+    outside, far_outside = (
+        ", ".join(list_outside(runs, seeds)) or "none" for seeds in (SEEDS, BF16_SEEDS)
+    )
     distinct = ", ".join(list_distinct(runs)) or "none"
     return f"""# Losses in fp32, bf16, 8 and 4 bits
 
@@ -314,6 +321,7 @@ Validation loss, 256 rows that are not trained on:
 The mean difference has its 95% interval, by Student's t for three pairs.
 
 - **Runs farther from bf16 of the same seed than bf16's three seeds lie apart**: {outside}.
+  Than its {len(BF16_SEEDS)} seeds: {far_outside}.
 - **Precisions whose interval is without zero**: {distinct}. If no precision
   mattered, about one of these {2 * len(runs) - 2} intervals would be so by chance.
 
