@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import get_args
 
 import numpy as np
@@ -77,33 +78,40 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
 
 def _build_offload_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
     """Build charts of the bytes that offloading moves, and of the time it waits for them."""
-    unit = "GB per step on rank 0"
-    return [
-        build_curves(
-            "offload-bytes",
-            "Transfers of offloaded states",
-            unit,
-            lambda s: compute_gigabytes(s.offload_read_bytes, s.offload_written_bytes),
-        ),
-        build_curves(
-            "offload-waiting",
-            "Waiting for offloaded states",
-            "seconds per step on rank 0",
-            lambda s: s.offload_waiting_seconds,
-        ),
-        build_curves(
-            "activation-bytes",
-            "Transfers of saved tensors",
-            unit,
-            lambda s: compute_gigabytes(s.activation_read_bytes, s.activation_written_bytes),
-        ),
-        build_curves(
-            "parameter-bytes",
-            "Transfers of weights",
-            unit,
-            lambda s: compute_gigabytes(s.parameter_read_bytes, s.parameter_written_bytes or 0),
-        ),
-    ]
+    charts = []
+    for name, subject in (
+        ("offload", "offloaded states"),
+        ("activation", "saved tensors"),
+        ("parameter", "weights"),
+    ):
+        read, written, waiting = (
+            attrgetter(f"{name}_{field}")
+            for field in ("read_bytes", "written_bytes", "waiting_seconds")
+        )
+        charts += [
+            build_curves(
+                f"{name}-bytes",
+                f"Transfers of {subject}",
+                "GB per step on rank 0",
+                partial(_sum_gigabytes, read, written),
+            ),
+            build_curves(
+                f"{name}-waiting",
+                f"Waiting for {subject}",
+                "seconds per step on rank 0",
+                waiting,
+            ),
+        ]
+    return charts
+
+
+def _sum_gigabytes(
+    read: Callable[[StepEvent], int | None],
+    written: Callable[[StepEvent], int | None],
+    step: StepEvent,
+) -> float | None:
+    """Return the gigabytes that a step moved; frozen weights are not written."""
+    return compute_gigabytes(read(step), written(step) or 0)
 
 
 def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:

@@ -197,7 +197,12 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
 
 
 def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:
-    transfers = {"offload_read_bytes": 3 * 10**9, "offload_written_bytes": 10**9}
+    transfers = {
+        "offload_read_bytes": 3 * 10**9,
+        "offload_written_bytes": 10**9,
+        "parameter_read_bytes": 10**9,
+        "parameter_waiting_seconds": 0.5,
+    }
     run = write_events(
         tmp_path / "run",
         [
@@ -212,8 +217,10 @@ def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Pa
     page = render(run)
     assert "2.00 GiB of optimizer states are offloaded, beside these bytes." in page
     assert "TiB" not in page
-    assert 'id="offload-bytes"' in page
-    assert 'id="offload-waiting"' in page
+    for name in ("offload", "parameter"):
+        assert f'id="{name}-bytes"' in page
+        assert f'id="{name}-waiting"' in page
+    assert 'id="activation-bytes"' not in page
     assert 'id="offload-bytes"' not in render(write_run(tmp_path / "resident", 3))
 
 
