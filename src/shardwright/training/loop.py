@@ -151,6 +151,7 @@ class TrainingLoop:
             loss = self.policy.apply(result.loss, result.update, should_stop=should_stop)
             if loss is not None:
                 last_loss = loss
+        state.model.invalidate_weights()  # wait for gathers that the last update has begun
         return last_loss
 
     def _may_finish_later(self, result: StepResult) -> bool:

@@ -248,7 +248,6 @@ def _train(
 
     try:
         final_loss = loop.run()
-        state.model.invalidate_weights()  # wait for gathers that the last update has begun
         context.watchdog.begin_phase("save", state.step)
         checkpointer.close()
         if checkpointer.copier is not None and checkpointer.copier.counts.num_copies:
