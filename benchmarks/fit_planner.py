@@ -11,29 +11,32 @@ that they were not fitted on.
 
 FOLDER (default: $SHARDWRIGHT_PUBLISHED) contains measurements.csv and failures.csv. Every parameter
 has a nameable cause: the rates of an accelerator, or the behaviour of a trainer; none belongs to a
-row or to a model. benchmarks/planner_fit.py describes the search; every fit starts at START of
-benchmarks/planner_parameters.py, not at the packaged values.
+row or to a model. benchmarks/planner_fit.py describes the search; `fit` and `halves` start at START
+of benchmarks/planner_parameters.py, or `fit` at the numbers of --initial.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from benchmarks.planner_fit import PULL, Fit
+from benchmarks.planner_fit import PULL, UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
+    MAX_ROWS_PER_SOURCE,
     Errors,
     Row,
     compute_errors,
+    leave_out_each,
     load_rows,
     select_at_most,
     show,
     show_errors,
+    show_goals,
     split_into_halves,
 )
 from shardwright.planner.rates import calibration
@@ -44,20 +47,24 @@ HEADER = """\
 # Fitted by benchmarks/fit_planner.py to published measurements; docs/planning-accuracy.md lists
 # the sources and errors.
 """
-MAX_ROWS_PER_SOURCE = 300
-"""Largest number of rows per source in a fit: more of nanotron's 948 add no information."""
 
 
 def fit(
-    rows: Sequence[Row], turns: int, pull: float = PULL, *, verbose: bool = False
+    rows: Sequence[Row],
+    turns: int,
+    pull: float = PULL,
+    *,
+    initial: EfficiencyTable | None = None,
+    verbose: bool = False,
 ) -> EfficiencyTable:
     """Fit the efficiencies that predict these rows best.
 
-    The search restarts once from its result, because its steps are small by then and the jumps at
-    the memory limits of devices are behind it.
+    Without `initial`, the search restarts once from its result, because its steps are small by then
+    and the jumps at the memory limits of devices are behind it.
     """
     search = Fit(rows, PARAMETERS, START, pull)
-    return search.run(turns, initial=search.run(turns, verbose=verbose), verbose=verbose)
+    initial = initial or search.run(turns, verbose=verbose)
+    return search.run(turns, initial=initial, verbose=verbose)
 
 
 def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Errors]]:
@@ -74,25 +81,23 @@ def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, li
     return found
 
 
-def predict_sources(
-    rows: Sequence[Row], turns: int, pull: float, sources: Iterable[str]
-) -> dict[str, list[Errors]]:
-    """Predict each source's rows by efficiencies fitted to all other sources; print each result.
+def predict_sources(rows: Sequence[Row], pull: float) -> dict[str, Errors]:
+    """Predict each source's rows by efficiencies fitted to all other sources. Return errors by id.
 
-    The search starts at the packaged values, which were fitted to the source too. Values that only
-    this source determines then appear in the loss through their distance to the level above alone,
-    so the search moves them there.
+    Each fit is one step from the packaged values, which were fitted to the source too. Values that
+    only this source determines then appear in the loss through their distance to the level above
+    alone, so the search moves them there.
     """
-    found = {}
-    for source in sources:
-        others = [row for row in rows if row.case.source != source]
-        search = Fit(select_at_most(others, MAX_ROWS_PER_SOURCE), PARAMETERS, START, pull)
-        efficiencies = search.run(turns, initial=load_efficiencies(PACKAGED))
-        found[source] = [
-            compute_errors(row, efficiencies) for row in rows if row.case.source == source
-        ]
-        show_errors(f"{source} predicted from the others", {source: found[source]})
-    return found
+    search = Fit(select_at_most(rows, UNSEEN_ROWS_PER_SOURCE), PARAMETERS, START, pull)
+    conditions = leave_out_each(rows, lambda row: row.case.source)
+    return {
+        row.case.id: compute_errors(row, efficiencies)
+        for is_left_out, efficiencies in zip(
+            conditions, search.fit_without(conditions, load_efficiencies(PACKAGED)), strict=True
+        )
+        for row in rows
+        if is_left_out(row)
+    }
 
 
 def write(efficiencies: EfficiencyTable, path: Path) -> None:
@@ -119,10 +124,13 @@ def main() -> None:
     parser.add_argument(
         "--source",
         action="append",
-        help="score: only rows of these sources; sources: predict only these",
+        help="score: only rows of these sources",
     )
     parser.add_argument(
         "--efficiencies", type=Path, default=PACKAGED, help="file of `fit` and `score`"
+    )
+    parser.add_argument(
+        "--initial", type=Path, help="fit: file of the numbers at which the search starts"
     )
     parser.add_argument("command", choices=("score", "fit", "halves", "sources"))
     options = parser.parse_args()
@@ -135,7 +143,11 @@ def main() -> None:
     sources = sorted({row.case.source for row in rows})
     if options.command == "fit":
         efficiencies = fit(
-            select_at_most(rows, MAX_ROWS_PER_SOURCE), options.turns, options.pull, verbose=True
+            select_at_most(rows, MAX_ROWS_PER_SOURCE),
+            options.turns,
+            options.pull,
+            initial=load_efficiencies(options.initial) if options.initial else None,
+            verbose=True,
         )
         write(efficiencies, options.efficiencies)
         show("Fitted to all rows", rows, efficiencies)
@@ -144,10 +156,13 @@ def main() -> None:
             "Each half predicted from the other", predict_halves(rows, options.turns, options.pull)
         )
     elif options.command == "sources":
-        show_errors(
-            "Each source predicted from the others",
-            predict_sources(rows, options.turns, options.pull, options.source or sources),
-        )
+        errors = predict_sources(rows, options.pull)
+        by_source = {
+            source: [errors[row.case.id] for row in rows if row.case.source == source]
+            for source in sources
+        }
+        show_errors("Each source predicted from the others", by_source)
+        show_goals(rows, errors)
     else:
         selected = [row for row in rows if not options.source or row.case.source in options.source]
         show("With the package's numbers", selected, load_efficiencies(options.efficiencies))

@@ -39,6 +39,8 @@ UNDER = 1.0
 WRONG = 3.0
 """Loss of a wrong `fits`, times the share of the device's memory by which it is wrong."""
 STEP = 0.02
+UNSEEN_ROWS_PER_SOURCE = 100
+"""Rows per source of the fits without some rows."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ import argparse
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import log
 from pathlib import Path
 from statistics import mean, median
@@ -28,15 +29,17 @@ from statistics import mean, median
 import numpy as np
 import yaml
 
-from benchmarks.fit_planner import MAX_ROWS_PER_SOURCE
-from benchmarks.planner_fit import Fit
+from benchmarks.planner_fit import UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
+    LeftOut,
+    PartKind,
     Row,
     compute_errors,
+    leave_out_each,
+    list_parts,
     load_rows,
     select_at_most,
-    split_into_halves,
 )
 from shardwright.planner import uncertainty
 from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
@@ -56,8 +59,6 @@ HEADER = """\
 # Spreads are logarithms of measured over predicted at the ends of the 80% interval.
 """
 QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
-FITTED_ROWS_PER_SOURCE = 100
-"""Rows per source of the fits without some rows."""
 MIN_ROWS = 5
 """Fewest rows of a source that show a spread."""
 SOURCE_LEVEL = 0.6
@@ -103,20 +104,20 @@ def count_rows(rows: Iterable[Row]) -> dict[Quantity, dict[str, int]]:
 
 
 def predict_left_out(
-    rows: Sequence[Row], conditions: Sequence[Callable[[Row], bool]], initial: EfficiencyTable
+    rows: Sequence[Row], parts: Iterable[LeftOut], initial: EfficiencyTable
 ) -> list[list[UnseenError]]:
-    """Return, for each condition, the errors of the rows that meet it in a fit without them."""
-    fit = Fit(select_at_most(rows, FITTED_ROWS_PER_SOURCE), PARAMETERS, START)
-    judged = select_at_most(rows, MAX_ROWS_PER_SOURCE)
+    """Return the errors of the predicted rows of each part. All fits are steps from the same
+    slopes."""
+    parts = list(parts)
+    fit = Fit(select_at_most(rows, UNSEEN_ROWS_PER_SOURCE), PARAMETERS, START)
+    fits = fit.fit_without([part.is_left_out for part in parts], initial)
     return [
         compute_unseen_errors(
-            [row for row in judged if is_left_out(row)],
-            [row for row in rows if not is_left_out(row)],
+            filter(part.is_predicted, select_at_most(rows, part.max_rows)),
+            [row for row in rows if not part.is_left_out(row)],
             efficiencies,
         )
-        for is_left_out, efficiencies in zip(
-            conditions, fit.fit_without(conditions, initial), strict=True
-        )
+        for part, efficiencies in zip(parts, fits, strict=True)
     ]
 
 
@@ -152,37 +153,31 @@ def compute_unseen_errors(
     return found
 
 
-def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
-    """Measure the spreads of errors by cause, each source, each accelerator generation and each
-    half of the rows being left out once."""
-    half = {id(row) for row in split_into_halves(rows)[0]}
-    halves: list[Callable[[Row], bool]] = [
-        lambda row: id(row) in half,
-        lambda row: id(row) not in half,
-    ]
-    sources = leave_out_each(rows, lambda row: row.case.source)
-    generations = leave_out_each(rows, lambda row: row.case.cluster.accelerator.generation)
-    found = predict_left_out(rows, [*halves, *sources, *generations], initial)
-    by_half, by_source, by_generation = (
-        [error for errors in part for error in errors]
-        for part in (found[:2], found[2 : 2 + len(sources)], found[2 + len(sources) :])
-    )
+def combine_parts(
+    rows: Sequence[Row],
+    parts: Mapping[PartKind, Sequence[LeftOut]],
+    errors: Iterable[list[UnseenError]],
+) -> ErrorSpreads:
+    """Combine the errors of `parts`, in their order, into spreads by cause. `rows`: those of the
+    intervals' fit."""
+    remaining = iter(errors)
+    found = {
+        kind: [error for _ in parts_of_kind for error in next(remaining)]
+        for kind, parts_of_kind in parts.items()
+    }
     spreads: dict[Quantity, dict[ErrorCause, ErrorSpread]] = {
-        "time": measure_spreads("time", by_source, by_generation),
+        "time": measure_spreads("time", found["source"], found["generation"]),
         # Sources with memory have one trainer each: only halves show a measured trainer.
-        "memory": measure_spreads("memory", [*by_source, *by_half], []),
+        "memory": measure_spreads("memory", [*found["source"], *found["half"]], []),
     }
     return ErrorSpreads(spreads, count_rows(rows))
 
 
-def leave_out_each(
-    rows: Iterable[Row], get_name: Callable[[Row], str]
-) -> list[Callable[[Row], bool]]:
-    """Return a condition for each name: a row has it."""
-    return [
-        lambda row, name=name: get_name(row) == name  # type: ignore[misc]
-        for name in sorted({get_name(row) for row in rows})
-    ]
+def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
+    """Measure the spreads of errors by cause, each source, each accelerator generation and each
+    half of the rows being left out once."""
+    parts = list_parts(rows)
+    return combine_parts(rows, parts, predict_left_out(rows, chain(*parts.values()), initial))
 
 
 def measure_spreads(
@@ -315,17 +310,23 @@ def cover_sources(
     rows: Sequence[Row], initial: EfficiencyTable
 ) -> dict[str, dict[Quantity, Coverage]]:
     """Return the coverage of each source by intervals that its rows had no part in."""
-    found = {}
     sources = sorted({row.case.source for row in rows})
-    fit = Fit(select_at_most(rows, FITTED_ROWS_PER_SOURCE), PARAMETERS, START)
-    conditions = leave_out_each(rows, lambda row: row.case.source)
-    for source, efficiencies in zip(sources, fit.fit_without(conditions, initial), strict=True):
-        others = [row for row in rows if row.case.source != source]
-        own = [row for row in rows if row.case.source == source]
-        errors = compute_unseen_errors(own, others, efficiencies)
-        found[source] = measure_coverage(errors, calibrate(others, efficiencies))
-        show_coverage({source: found[source]})
-    return found
+    absent = leave_out_each(rows, lambda row: row.case.source)
+    parts = [list_parts(rows, is_absent) for is_absent in absent]
+    own = [LeftOut(is_absent, max_rows=len(rows)) for is_absent in absent]
+    errors = iter(
+        predict_left_out(
+            rows, [*own, *(part for kinds in parts for part in chain(*kinds.values()))], initial
+        )
+    )
+    own_errors = [next(errors) for _ in own]
+    return {
+        source: measure_coverage(
+            found,
+            combine_parts([row for row in rows if not is_absent(row)], kinds, errors),
+        )
+        for source, is_absent, kinds, found in zip(sources, absent, parts, own_errors, strict=True)
+    }
 
 
 def show_coverage(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:
@@ -377,7 +378,9 @@ def main() -> None:
         return
     print("| source | rows | time inside | interval | rows | memory inside | interval |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    show_totals(cover_sources(rows, load_efficiencies()))
+    found = cover_sources(rows, load_efficiencies())
+    show_coverage(found)
+    show_totals(found)
 
 
 if __name__ == "__main__":

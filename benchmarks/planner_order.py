@@ -22,7 +22,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.planner_rows import Row, load_rows
+from benchmarks.planner_rows import MIN_JOB_ROWS, NOISY_SOURCE, Row, load_rows
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.search.result import measure_complexity
@@ -30,10 +30,6 @@ from shardwright.planner.search.result import measure_complexity
 GAPS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 """Bounds of the distances between two predictions, as shares of the faster one's step time."""
 EQUAL_SHARES = (0.0, 0.03, 0.05, 0.08)
-MIN_ROWS = 3
-"""Fewest rows of a job with a recommendation."""
-NOISY_SOURCE = "nanotron-ultrascale"
-"""Source whose repeated runs differ by a factor of up to five: shown, but not in the totals."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def show(jobs: Sequence[Sequence[TimedRow]]) -> None:
     for low, high, hits in zip(GAPS, GAPS[1:], check_order(jobs), strict=False):
         if hits:
             print(f"| {low:.0%} to {high:.0%} | {len(hits):,} | {mean(hits):.0%} |")
-    large = [job for job in jobs if len(job) >= MIN_ROWS]
+    large = [job for job in jobs if len(job) >= MIN_JOB_ROWS]
     print("\n| equal within | jobs | recommended against the best |")
     print("|---|---:|---:|")
     for share in EQUAL_SHARES:

@@ -160,12 +160,9 @@ OTHERS = (
     # Kernels of 2023 on the first H100.
     Parameter("features", "llm-foundry on Hopper", "matmul_share", 0.3, 0.95),
     Parameter("features", "llm-foundry on Hopper", "matmul_share_by_precision", 0.1, 0.95, "fp8"),
-    Parameter("features", "llm-foundry on Hopper", "attention_forward_share", 0.15, 0.75),
-    Parameter("features", "llm-foundry on Hopper", "attention_backward_share", 0.1, 0.65),
-    # PyTorch's attention on Hopper is FlashAttention-2; NeMo's is cuDNN's, which was written for
-    # it.
-    Parameter("features", "torchtitan on Hopper", "attention_forward_share", 0.15, 0.75),
-    Parameter("features", "torchtitan on Hopper", "attention_backward_share", 0.1, 0.65),
+    # FlashAttention-2 and Triton's kernels, written for Ampere.
+    Parameter("features", "Ampere attention on Hopper", "attention_forward_share", 0.15, 0.75),
+    Parameter("features", "Ampere attention on Hopper", "attention_backward_share", 0.1, 0.65),
     # Attention with sinks has no kernel as good as plain attention's.
     Parameter("features", "attention_sinks", "attention_forward_share", 0.02, 0.75),
     Parameter("features", "attention_sinks", "attention_backward_share", 0.02, 0.65),

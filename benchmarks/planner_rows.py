@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from shardwright.planner.published.measurements import (
     PublishedRun,
@@ -21,16 +22,27 @@ from shardwright.units import GIB_BYTES
 
 SOURCES_WITH_KNOWN_FAILURES = ("aleph-layouts", "litgpt", "bloom-prequel")
 """Sources whose failures are known to be out of memory, so that `fits` can be checked."""
+JOB_COLUMNS = ("source_group", "model_name", "gpu", "gpus", "seq_len", "global_batch")
+MAX_ROWS_PER_SOURCE = 300
+"""Largest number of rows per source in a fit: more of nanotron's 948 add no information."""
+NOISY_SOURCE = "nanotron-ultrascale"
+"""Source whose repeated runs differ by a factor of up to five."""
+MIN_JOB_ROWS = 3
+"""Fewest rows of a job with a pick."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run with its measurements; `ran` is False if it did not fit."""
+    """A published run with its measurements; `ran` is False if it did not fit.
+
+    `job`: columns that rows of one job have in common, as in the folder's score.py.
+    """
 
     case: PublishedRun
     tokens_per_second: float | None
     memory_gib: float | None
     ran: bool
+    job: tuple[str, ...] = ()
 
     @property
     def order(self) -> bytes:
@@ -79,6 +91,7 @@ def load_rows(folder: Path) -> list[Row]:
                 speed,
                 parse_number(raw["peak_memory_gib_per_gpu"]),
                 True,
+                tuple(raw[column] for column in JOB_COLUMNS),
             )
         )
     for raw in read_rows(folder / "failures.csv"):
@@ -110,6 +123,60 @@ def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
     )
 
 
+def compute_slowdowns(rows: Iterable[Row], errors: Mapping[str, Errors]) -> list[float]:
+    """Return, for each job of at least three rows, the share of the best measured throughput that
+    the row with the best predicted one loses. `errors`: by id of the row."""
+    jobs: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        error = errors[row.case.id].time
+        if error is not None and row.tokens_per_second:
+            jobs[row.job].append((row.tokens_per_second / (1 + error), row.tokens_per_second))
+    return [
+        1 - max(pairs, key=lambda pair: pair[0])[1] / max(measured for _, measured in pairs)
+        for pairs in jobs.values()
+        if len(pairs) >= MIN_JOB_ROWS
+    ]
+
+
+def list_sources_with_shared_trainer(rows: Iterable[Row]) -> list[str]:
+    """List the sources of which most timed rows have a trainer that another source has too."""
+    trainers: dict[str, set[str]] = defaultdict(set)
+    timed = [row.case for row in rows if row.tokens_per_second]
+    for case in timed:
+        trainers[case.framework].add(case.source)
+    shared: dict[str, list[bool]] = defaultdict(list)
+    for case in timed:
+        shared[case.source].append(len(trainers[case.framework]) > 1)
+    return [source for source, found in sorted(shared.items()) if statistics.mean(found) > 0.5]
+
+
+def show_goals(rows: Sequence[Row], errors: Mapping[str, Errors]) -> None:
+    """Print the means that the goals for unseen rows are about."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    memory: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        error = errors[row.case.id]
+        if error.time is not None:
+            by_source[row.case.source].append(abs(error.time))
+        if error.memory is not None:
+            memory[row.case.source].append(abs(error.memory))
+    means = {source: statistics.mean(found) for source, found in by_source.items()}
+    shared = [means[source] for source in list_sources_with_shared_trainer(rows)]
+    slowdowns = compute_slowdowns(rows, errors)
+    rest = [x for source, found in memory.items() if source != NOISY_SOURCE for x in found]
+    print(
+        f"\nstep time: {statistics.mean(shared):.1%} over {len(shared)} sources with a shared",
+        end="",
+    )
+    print(f" trainer, {statistics.mean(means.values()):.1%} over all {len(means)}")
+    print(
+        f"memory: {statistics.mean([x for found in memory.values() for x in found]):.1%} of rows,",
+        end="",
+    )
+    print(f" {statistics.mean(rest):.1%} without {NOISY_SOURCE}")
+    print(f"pick: {statistics.mean(slowdowns):.1%} slower than the best of {len(slowdowns)} jobs")
+
+
 def select_at_most(rows: Iterable[Row], max_rows: int) -> list[Row]:
     """Select the first `max_rows` rows of each source, by a hash of the id."""
     selected: dict[str, list[Row]] = defaultdict(list)
@@ -126,6 +193,55 @@ def split_into_halves(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
         halves[places[row.case.source] % 2].append(row)
         places[row.case.source] += 1
     return halves
+
+
+Condition: TypeAlias = Callable[[Row], bool]
+PartKind: TypeAlias = Literal["half", "source", "generation"]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Rows that a fit leaves out: those whose errors are wanted, and `absent` ones, for whose
+    intervals the errors are wanted."""
+
+    condition: Condition
+    absent: Condition = lambda row: False
+    max_rows: int = MAX_ROWS_PER_SOURCE
+    """Largest number of rows of a source that are predicted."""
+
+    def is_left_out(self, row: Row) -> bool:
+        return self.condition(row) or self.absent(row)
+
+    def is_predicted(self, row: Row) -> bool:
+        return self.condition(row) and not self.absent(row)
+
+
+def leave_out_each(
+    rows: Iterable[Row], get_name: Callable[[Row], str]
+) -> list[Callable[[Row], bool]]:
+    """Return a condition for each name: a row has it."""
+    return [
+        lambda row, name=name: get_name(row) == name  # type: ignore[misc]
+        for name in sorted({get_name(row) for row in rows})
+    ]
+
+
+def list_parts(
+    rows: Sequence[Row], absent: Condition = lambda row: False
+) -> dict[PartKind, list[LeftOut]]:
+    """List the parts of the rows that are left out once each: halves, sources and accelerator
+    generations. Rows that are `absent` are in no fit and in no part."""
+    present = [row for row in rows if not absent(row)]
+    half = {id(row) for row in split_into_halves(present)[0]}
+    conditions: dict[PartKind, list[Condition]] = {
+        "half": [lambda row: id(row) in half, lambda row: id(row) not in half],
+        "source": leave_out_each(present, lambda row: row.case.source),
+        "generation": leave_out_each(present, lambda row: row.case.cluster.accelerator.generation),
+    }
+    return {
+        kind: [LeftOut(condition, absent) for condition in found]
+        for kind, found in conditions.items()
+    }
 
 
 def show(title: str, rows: Iterable[Row], efficiencies: EfficiencyTable) -> None:

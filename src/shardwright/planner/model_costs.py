@@ -135,6 +135,7 @@ class ModelFacts:
             for slot, ((layer, saved_results), count) in enumerate(counts.items())
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
+        self._flops_per_token: dict[int, float] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.time.pipeline`."""
         self.activation_cache: dict[tuple[object, ...], object] = {}
@@ -206,7 +207,9 @@ class ModelFacts:
         Frozen matrices need no weight gradient: 4 FLOPs per element instead of 6.
         """
         saved = 2.0 * self._num_matmul_parameters if is_frozen else 0.0
-        return self._compute_flops_per_token(tokens) - saved
+        if tokens not in self._flops_per_token:
+            self._flops_per_token[tokens] = self.shape.count_flops_per_token(tokens)
+        return self._flops_per_token[tokens] - saved
 
     @cached_property
     def _num_matmul_parameters(self) -> float:
@@ -215,10 +218,6 @@ class ModelFacts:
             is_tied=self.shape.tied_embeddings,
             active_share=self.shape.active_share,
         )
-
-    @lru_cache(maxsize=64)  # noqa: B019 - one cache entry per model, and there are few models
-    def _compute_flops_per_token(self, sequence_length: int) -> float:
-        return self.shape.count_flops_per_token(sequence_length)
 
     def compute_mean_visible_keys(self, kind: LayerKind, tokens: int) -> float:
         """Compute the mean number of keys that a token of a causal document of `tokens` attends

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
-from benchmarks.planner_rows import Row, compute_errors, split_into_halves
+from benchmarks.planner_rows import (
+    Errors,
+    Row,
+    compute_errors,
+    compute_slowdowns,
+    list_sources_with_shared_trainer,
+    split_into_halves,
+)
 
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
@@ -138,6 +145,33 @@ def test_the_halves_of_a_source_are_disjoint() -> None:
         == {row.case.source for row in other_half}
         == {"NeMo", "nanotron"}
     )
+
+
+def test_a_pick_is_the_row_of_a_job_with_the_best_predicted_throughput() -> None:
+    rows = [
+        replace(row, tokens_per_second=speed, job=("large",) if number < 3 else ("small",))
+        for number, (row, speed) in enumerate(
+            zip(
+                [*_make_rows(START), *_make_rows(START, source="nanotron")],
+                range(80, 160, 10),
+                strict=True,
+            )
+        )
+    ][:5]
+    # Predicted: 100, 60 and 50 tokens/s; measured 80, 90 and 100. The other job has two rows.
+    errors = {
+        row.case.id: Errors(time, None, None)
+        for row, time in zip(rows, (-0.2, 0.5, 1.0, 0.0, 0.0), strict=True)
+    }
+    assert compute_slowdowns(rows, errors) == [pytest.approx(0.2)]
+
+
+def test_a_source_shares_its_trainer_if_most_of_its_rows_do() -> None:
+    nemo = _make_rows(START)
+    other = [replace(row, case=replace(row.case, source="other")) for row in nemo]
+    alone = _make_rows(START, source="nanotron")
+    assert list_sources_with_shared_trainer([*nemo, *alone]) == []
+    assert list_sources_with_shared_trainer([*nemo, *other, *alone]) == ["NeMo", "other"]
 
 
 def test_a_parameter_is_set_within_its_bounds_and_removed() -> None:

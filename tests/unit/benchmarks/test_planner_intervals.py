@@ -15,7 +15,7 @@ from benchmarks.planner_intervals import (
     measure_spreads,
 )
 from benchmarks.planner_parameters import Parameter
-from benchmarks.planner_rows import Row
+from benchmarks.planner_rows import Row, list_parts
 
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
@@ -70,6 +70,20 @@ def test_rows_that_are_left_out_have_no_part_in_the_fit() -> None:
     assert ampere == pytest.approx(
         found.sections["accelerators"]["gpu"]["matmul_share"], rel=0.02
     ), "without its rows a generation has the number of all accelerators"
+
+
+def test_absent_rows_are_in_no_part_and_in_no_fit() -> None:
+    parts = list_parts(ROWS, absent=lambda row: row.case.source == "first")
+    assert {kind: len(found) for kind, found in parts.items()} == {
+        "half": 2,
+        "source": 1,
+        "generation": 1,
+    }
+    for part in (part for found in parts.values() for part in found):
+        assert all(part.is_left_out(row) for row in ROWS[:6])
+        assert not any(part.is_predicted(row) for row in ROWS[:6])
+    for found in parts.values():
+        assert [sum(part.is_predicted(row) for part in found) for row in ROWS[6:]] == [1] * 6
 
 
 def make_errors(source: str, values: list[float], trainer_ignorance: float) -> list[UnseenError]:

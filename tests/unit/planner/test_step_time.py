@@ -332,6 +332,23 @@ def test_widths_that_do_not_fill_tiles_or_suit_tensor_cores_are_slower() -> None
     ] == [1.0, 0.5, 0.1, 1.0]
 
 
+def test_a_window_fills_tiles_like_a_row_of_twice_its_keys() -> None:
+    facts = ModelFacts(models.read_shape("gemma2"))
+    kind = next(kind for kind in facts.kinds if kind.shape.window == 64)
+    keys = facts.compute_mean_visible_keys(kind, 512)
+    candidate = Candidate(Layout(), 512, 8, has_masked_kernels=True)
+    ideal, tiled = (
+        compute_layer_seconds(
+            facts,
+            kind,
+            candidate,
+            DeviceRates(models.make_cluster(1), replace(IDEAL, attention_half_tokens=half), "bf16"),
+        ).attention_forward
+        for half in (0.0, 128.0)
+    )
+    assert tiled / ideal == pytest.approx(1 + 128 / (2 * keys))
+
+
 def test_fp8_operands_are_cast_from_bf16_and_the_head_stays_bf16() -> None:
     cluster = models.make_cluster(1)
     accelerator = replace(

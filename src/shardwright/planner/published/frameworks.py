@@ -51,6 +51,9 @@ class FrameworkDefaults:
     """Default on several devices, if different: litgpt's FSDP strategy uses full
     recomputation."""
     flash_attention: bool = True
+    has_hopper_attention: bool = False
+    """Attention on Hopper is cuDNN's kernel, which was written for it (Transformer Engine). Others
+    ran kernels written for Ampere (FlashAttention-2, Triton's)."""
     has_interleaved_schedule: bool = False
     """True if published pipelines have several stages per rank when a row does not state the
     number."""
@@ -158,6 +161,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             has_node_dispatch=True,
         ),
         is_recompute_variable=True,
+        has_hopper_attention=True,
         has_interleaved_schedule=True,
     ),
     "megatron-lm": FrameworkDefaults(
@@ -330,6 +334,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         zero_stage=3,
         zero_stage_in_pipeline=2,
         is_recompute_variable=True,
+        has_hopper_attention=True,
         should_replicate_adapted=True,
     ),
     "unsloth": FrameworkDefaults(

@@ -231,7 +231,10 @@ def _guess_framework(row: Mapping[str, str]) -> str:
 
 def _name_framework_features(framework_name: str, cluster: Cluster) -> tuple[str, ...]:
     """Name a framework's own kernels and host speed on these accelerators."""
+    is_hopper = cluster.accelerator.generation == "Hopper"
+    has_own_attention = FRAMEWORK_DEFAULTS[framework_name].has_hopper_attention
     return (
+        *(("Ampere attention on Hopper",) if is_hopper and not has_own_attention else ()),
         f"{framework_name} on {cluster.accelerator.generation}",
         f"{framework_name} on {cluster.accelerator.name}",
     )

@@ -47,7 +47,8 @@ class Efficiency:
     rows."""
     attention_backward_share: float = 0.42
     attention_half_tokens: float = 256.0
-    """Tokens of a row at which attention reaches half of its best rate."""
+    """Tokens of a causal row at which attention reaches half of its best rate. A layer with a
+    window computes as many keys per token as a row of twice that length."""
     memory_share: float = 0.80
     """Share of the memory bandwidth that copies reach."""
     bytes_share: float = 1.0

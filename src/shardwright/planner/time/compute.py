@@ -363,12 +363,17 @@ def _time_attention_passes(
         return flops / rate + rates.time_copy(moved), 2.0 * flops / rate + rates.time_copy(
             1.5 * moved
         )
-    flops = 2.0 * widths * tokens * load * facts.compute_mean_visible_keys(kind, row_tokens)
+    keys = facts.compute_mean_visible_keys(kind, row_tokens)
+    flops = 2.0 * widths * tokens * load * keys
+    # The keys of a token with a window fill as few tiles as those of a row of twice that length.
+    causal_tokens = min(row_tokens, 2.0 * keys)
     if candidate.layout.cp == 1 and has_dense_mask(facts, candidate, kind.shape.window):
-        row_tokens = candidate.sequence_length
-        flops = 2.0 * widths * tokens * _count_masked_keys(row_tokens, candidate)
-    forward = rates.time_attention(flops, row_tokens, shape.head_dim, is_backward=False)
-    return forward, rates.time_attention(2.5 * flops, row_tokens, shape.head_dim, is_backward=True)
+        causal_tokens = candidate.sequence_length
+        flops = 2.0 * widths * tokens * _count_masked_keys(candidate.sequence_length, candidate)
+    return (
+        rates.time_attention(flops, causal_tokens, shape.head_dim, is_backward=False),
+        rates.time_attention(2.5 * flops, causal_tokens, shape.head_dim, is_backward=True),
+    )
 
 
 _CPU_KEYS_PER_BLOCK = 512

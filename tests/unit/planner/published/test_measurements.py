@@ -67,6 +67,17 @@ def test_a_row_becomes_layout_batch_cluster_and_framework() -> None:
     assert case.is_micro_batch_stated
 
 
+def test_only_transformer_engine_has_attention_written_for_hopper() -> None:
+    features = {
+        name: read_published_run(
+            "x", extract_configuration(ROW | {"gpu": "H100-80GB-SXM", "source": name, "notes": ""})
+        ).features
+        for name in ("NeMo", "nanotron", "torchtitan")
+    }
+    assert "Ampere attention on Hopper" not in features["NeMo"]
+    assert features["nanotron"][0] == features["torchtitan"][0] == "Ampere attention on Hopper"
+
+
 def test_missing_values_are_those_of_the_framework_or_left_to_the_planner() -> None:
     case = read_published_run(
         "x",
