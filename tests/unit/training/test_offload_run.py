@@ -225,7 +225,7 @@ def test_too_little_disk_or_memory_is_refused_before_training(
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     recipe = build_run(tmp_path, "run", "host").model_dump(mode="json", exclude_unset=True)
-    with pytest.raises(ValueError, match=r"`dir` is for .*, not host, none, none"):
+    with pytest.raises(ValueError, match=r"`dir` .* nothing is offloaded to disk"):
         Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "dir": "x"}})
     with pytest.raises(ValueError, match="multiple of 4096"):
         Recipe.model_validate(recipe | {"offload": {"optimizer": "host", "buffer_bytes": 5000}})
