@@ -35,7 +35,7 @@ from tests.network_hosts import NetworkHosts, find_obstacle
 
 HUB = "n0"
 ADDRESSES = {name: f"10.95.4.{number}" for number, name in enumerate(("n0", "n1", "n2"), start=1)}
-SLOW = {"rank": 0, "step": 0, "place": "slow", "seconds": 0.4, "signals": list[str]()}
+SLOW = {"rank": 0, "step": 0, "place": "slow", "signals": list[str]()}
 WITHOUT_SAVES = ("--set", "checkpoint.every_steps=null", "--set", "checkpoint.keep_best=false")
 """No checkpoint is written before the end, so the state can only come from memory."""
 WORDS = (
@@ -61,6 +61,8 @@ class Job:
     words: tuple[str, ...] = ()
     num_nodes: int = 2
     ranks_per_node: int = 2
+    pause_seconds: float = 0.4
+    """Pause before each step."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -91,7 +93,7 @@ class Job:
                     | {
                         "OMP_NUM_THREADS": "1",
                         "TMPDIR": str(temporary),
-                        PLAN: json.dumps([SLOW]),
+                        PLAN: json.dumps([SLOW | {"seconds": self.pause_seconds}]),
                         MARKS: str(marks),
                     },
                     stdout=log,
@@ -208,6 +210,7 @@ def test_nodes_lost_for_good_leave_fewer_ranks_that_grow_again(job: Job) -> None
         *("--set", "elastic.node_wait_seconds=1", "--set", "training.global_batch_size=4"),
         *("--set", "training.micro_batch_size=null", "--set", "training.max_steps=40"),
     )
+    job.pause_seconds = 1.0  # a busy machine takes long to start a node
     job.start("n0", "n1")
     job.wait_for_step(3)
     job.hosts.kill("n1")
