@@ -190,7 +190,7 @@ def start_shardwright(
         )
         update_seconds.append(time.perf_counter() - start_seconds)
         if isinstance(state.optimizer, OffloadedOptimizer):
-            transfers.append(vars(state.optimizer.take_counts()))
+            transfers.append(vars(state.optimizer.pop_counts()))
         return loss.mean()
 
     def finish() -> dict[str, Any]:

@@ -214,7 +214,7 @@ def complete_plan(
     plan = Plan(
         placement,
         batch,
-        settle_precision(recipe, choice).precision.model_copy(
+        resolve_precision(recipe, choice).precision.model_copy(
             update={"working_weights": recipe.working_weights}
         ),
         recipe.recompute_kind or "auto",
@@ -332,7 +332,7 @@ def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]
     return layout, batch
 
 
-def settle_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
+def resolve_precision(recipe: Recipe, choice: PrecisionChoice | None) -> Recipe:
     """Replace `precision: auto` by the chosen kind; a recipe that names its kind is unchanged."""
     if recipe.precision.kind != "auto" or choice is None:
         return recipe

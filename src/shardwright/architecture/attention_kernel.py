@@ -15,7 +15,7 @@ AttentionKernelName = Literal["sdpa", "varlen", "flex", "explicit"]
 
 
 @dataclass(frozen=True)
-class AttentionNeeds:
+class AttentionRequirements:
     """Requirements of one kind of layer's attention in one forward pass.
 
     Attributes:
@@ -87,7 +87,7 @@ class AttentionKernelChoice(NamedTuple):
 
 
 def choose_attention_kernel(
-    needs: AttentionNeeds, support: KernelSupport, requested: AttentionSetting = "auto"
+    needs: AttentionRequirements, support: KernelSupport, requested: AttentionSetting = "auto"
 ) -> AttentionKernelChoice:
     """Choose the kernel for a layer's needs on a device.
 
@@ -102,11 +102,11 @@ def choose_attention_kernel(
     Raises:
         RecipeError: the requested kernel is missing here or cannot compute what is needed.
 
-    >>> choose_attention_kernel(AttentionNeeds(), KernelSupport()).kernel
+    >>> choose_attention_kernel(AttentionRequirements(), KernelSupport()).kernel
     'sdpa'
-    >>> choose_attention_kernel(AttentionNeeds(is_packed=True), KernelSupport()).kernel
+    >>> choose_attention_kernel(AttentionRequirements(is_packed=True), KernelSupport()).kernel
     'varlen'
-    >>> choose_attention_kernel(AttentionNeeds(soft_cap=50.0), KernelSupport()).kernel
+    >>> choose_attention_kernel(AttentionRequirements(soft_cap=50.0), KernelSupport()).kernel
     'flex'
     """
     if requested == "explicit":
@@ -133,7 +133,7 @@ def choose_attention_kernel(
 
 
 def _check_request(
-    needs: AttentionNeeds, support: KernelSupport, requested: AttentionKernelName
+    needs: AttentionRequirements, support: KernelSupport, requested: AttentionKernelName
 ) -> None:
     """Raise if a kernel is missing or cannot compute what is needed."""
     problem = None

@@ -19,7 +19,7 @@ from shardwright.config.run import DeviceKind
 from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.layout import Layout, resolve_layout
-from shardwright.plans import settle_precision
+from shardwright.plans import resolve_precision
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
@@ -133,7 +133,7 @@ def doctor_command(
     from shardwright.launch.auto_layout import choose_planned_precision
 
     if loaded_recipe is not None:
-        loaded_recipe = settle_precision(loaded_recipe, choose_planned_precision(loaded_recipe))
+        loaded_recipe = resolve_precision(loaded_recipe, choose_planned_precision(loaded_recipe))
     request = build_request(
         loaded_recipe,
         degrees,

@@ -19,7 +19,7 @@ from shardwright.doctor.recovery_checks import (
 from shardwright.errors import InputError
 from shardwright.launch.auto_layout import choose_precision_here
 from shardwright.model.hf.hf_weights import WeightsFolder
-from shardwright.plans import settle_precision
+from shardwright.plans import resolve_precision
 from shardwright.training.checks.auto_choice import predict_precision
 from shardwright.units import format_bytes, format_count
 
@@ -33,8 +33,8 @@ Source: Muennighoff et al. 2023, arXiv 2305.16264.
 def _resolve_precision(recipe: Recipe) -> Recipe:
     """Replace the precision `auto` with the one that a run or a resumed run would use."""
     with suppress(InputError):  # another check reports an unknown cluster
-        return settle_precision(recipe, predict_precision(recipe))
-    return settle_precision(recipe, choose_precision_here(recipe))
+        return resolve_precision(recipe, predict_precision(recipe))
+    return resolve_precision(recipe, choose_precision_here(recipe))
 
 
 def check_recipe(recipe: Recipe, world_size: int, recipe_path: str) -> tuple[Finding, ...]:

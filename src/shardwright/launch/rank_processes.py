@@ -201,7 +201,7 @@ class RankProcesses:
         for rank in range(num_ranks):
             if rank not in survivors:
                 node = self._choose_node(former_nodes.get(rank))
-                self._processes[rank] = self._take_spare(node) or node.start_process(self._module)
+                self._processes[rank] = self._pop_spare(node) or node.start_process(self._module)
         self._processes = dict(sorted(self._processes.items()))
         self._node_of_rank = {rank: process.node for rank, process in self._processes.items()}
         self._num_ranks = num_ranks
@@ -294,7 +294,7 @@ class RankProcesses:
                 node.start_process(self._module) for _ in range(num_spares - num_ready)
             ]
 
-    def _take_spare(self, node: RunNode) -> RankProcess | None:
+    def _pop_spare(self, node: RunNode) -> RankProcess | None:
         for spare in [spare for spare in self._spares if spare.node is node]:
             self._spares.remove(spare)  # first the one that has imported the most
             if spare.poll() is None:

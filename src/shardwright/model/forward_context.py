@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.architecture import ModelShape
 from shardwright.architecture.attention_kernel import (
     AttentionKernelChoice,
-    AttentionNeeds,
+    AttentionRequirements,
     choose_attention_kernel,
 )
 from shardwright.config.model import AttentionSetting
@@ -183,7 +183,7 @@ def choose_layer_kernels(
     support = find_kernel_support(device, dtype, shape.head_dim)
     choices = {}
     for window in sorted({layer.window for layer in shape.layers}, key=lambda window: window or 0):
-        needs = AttentionNeeds(
+        needs = AttentionRequirements(
             window=window if window is not None and window < num_keys else None,
             is_packed=is_packed,
             soft_cap=shape.attention_soft_cap,

@@ -229,7 +229,7 @@ class ActivationOffload:
         self.num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-    def take_counts(self) -> TransferCounts:
+    def pop_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.store.counts)
 

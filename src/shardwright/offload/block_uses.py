@@ -21,7 +21,7 @@ Use = tuple[int, Phase]
 
 
 class BlockUses:
-    """Base class that calls `_bring` when a block begins to compute, with a guess of the next."""
+    """Base class that calls `_fetch` when a block begins to compute, with a guess of the next."""
 
     def __init__(self) -> None:
         self._layers: list[int] = []
@@ -30,7 +30,7 @@ class BlockUses:
         self._last_use: Use | None = None
 
     def install_hooks(self, block: Block) -> None:
-        """Call `_bring` before each forward and backward pass of a block."""
+        """Call `_fetch` before each forward and backward pass of a block."""
         layer = block.layer_index
         self._layers.append(layer)
 
@@ -50,9 +50,9 @@ class BlockUses:
         if self._last_use is not None:
             self._successors[self._last_use] = use
         self._last_use = use
-        self._bring(use, self._guess_next(use))
+        self._fetch(use, self._predict_next(use))
 
-    def _guess_next(self, use: Use) -> Use | None:
+    def _predict_next(self, use: Use) -> Use | None:
         """Return the next use; on the first pass, that of the adjacent block; None at the ends."""
         if use in self._successors:
             return self._successors[use]
@@ -60,6 +60,6 @@ class BlockUses:
         index = self._layers.index(layer) + (-1 if phase == "backward" else 1)
         return (self._layers[index], phase) if 0 <= index < len(self._layers) else None
 
-    def _bring(self, use: Use, following: Use | None) -> None:
+    def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch the weights of a use; start to fetch those of the next use."""
         raise NotImplementedError

@@ -126,7 +126,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         """Bytes and times of all transfers so far."""
         return self._store.counts
 
-    def take_counts(self) -> TransferCounts:
+    def pop_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.counts)
 

@@ -137,7 +137,7 @@ class ParameterOffload(BlockUses):
         """Let the gradients of the last block leave, after the backward pass."""
         self._store_gradients()
 
-    def _bring(self, use: Use, following: Use | None) -> None:
+    def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a block's weights, start to fetch the next block's, and free all others."""
         layer, phase = use
         last = self._backward_layer
@@ -278,7 +278,7 @@ class ParameterOffload(BlockUses):
             for memory in block.memories
         )
 
-    def take_counts(self) -> TransferCounts:
+    def pop_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.store.counts)
 

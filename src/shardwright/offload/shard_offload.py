@@ -127,7 +127,7 @@ class ShardOffload(ParameterOffload):
         self._backward_units.clear()
         self._is_backward = False
 
-    def _bring(self, use: Use, following: Use | None) -> None:
+    def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a unit's shards, start to fetch the next unit's, and free all others."""
         unit, phase = use
         if self._guess is not None and self._guess != unit:

@@ -217,7 +217,7 @@ class WeightOffload(BlockUses):
             WrittenRange(high - low, offset + low, lambda: read_bytes(weight, sources, low, high))
         ]
 
-    def _bring(self, use: Use, following: Use | None) -> None:
+    def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a block's weights, start to fetch the next block's, and free all others."""
         layer, _ = use
         for other, weights in self._blocks.items():
@@ -238,7 +238,7 @@ class WeightOffload(BlockUses):
             for shared in block.memories
         )
 
-    def take_counts(self) -> TransferCounts:
+    def pop_counts(self) -> TransferCounts:
         """Return bytes and times since the previous call."""
         return self._reporter.take(self.store.counts)
 

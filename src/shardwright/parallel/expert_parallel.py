@@ -185,7 +185,7 @@ class TokenDispatcher:
     ) -> Callable[[], Tensor]:
         assert self.group is not None
         exchange = _AllToAllExchange(self.group, send, receive)
-        return partial(_FinishAllToAll.apply, _StartAllToAll.apply(rows_XD, exchange), exchange)
+        return partial(_AllToAllFinish.apply, _AllToAllStart.apply(rows_XD, exchange), exchange)
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Sum `x` in place over the ranks that share a row's tokens, without gradient."""
@@ -250,8 +250,8 @@ class _Reorder(torch.autograd.Function):
         return gradients[0].index_select(0, row_exchange.invert_order(order_R)), None
 
 
-class _StartAllToAll(torch.autograd.Function):
-    """Start sending rows. Backward: wait for the gradients whose sending `_FinishAllToAll`
+class _AllToAllStart(torch.autograd.Function):
+    """Start sending rows. Backward: wait for the gradients whose sending `_AllToAllFinish`
     started.
     """
 
@@ -279,7 +279,7 @@ class _StartAllToAll(torch.autograd.Function):
         return gradient_MD, None
 
 
-class _FinishAllToAll(torch.autograd.Function):
+class _AllToAllFinish(torch.autograd.Function):
     """Wait for the rows. Backward: start sending their gradients; its result is a placeholder."""
 
     @staticmethod

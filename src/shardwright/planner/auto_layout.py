@@ -30,7 +30,7 @@ from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
-from shardwright.plans import Plan, settle_precision
+from shardwright.plans import Plan, resolve_precision
 from shardwright.units import format_bytes, format_seconds
 
 
@@ -60,7 +60,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     facts = get_model_facts(shape)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
 
-    resolved = settle_precision(recipe, choose_precision_on(cluster.accelerator))
+    resolved = resolve_precision(recipe, choose_precision_on(cluster.accelerator))
     problem = restrict_to_runnable(
         build_problem(recipe, build_template(resolved), world_size), shape
     )

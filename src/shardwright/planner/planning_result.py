@@ -51,7 +51,7 @@ from shardwright.planner.training_rows import (
     predict_rows,
 )
 from shardwright.planner.uncertainty import Uncertainty
-from shardwright.plans import settle_precision
+from shardwright.plans import resolve_precision
 from shardwright.units import format_bytes
 
 
@@ -163,7 +163,7 @@ def plan_recipe(
     choice = None
     if recipe.precision.kind == "auto" and precision is None:
         choice = choose_precision_on(cluster.accelerator)
-    recipe = settle_precision(recipe, choice)
+    recipe = resolve_precision(recipe, choice)
     facts = get_model_facts(read_planning_shape(recipe))
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     template = replace(

@@ -90,7 +90,7 @@ def build_template(
     section = recipe.layout
     training = recipe.training
     kind = precision or recipe.precision.kind
-    assert kind != "auto", "call settle_precision first"
+    assert kind != "auto", "call resolve_precision first"
     low_precision = read_low_precision_section(recipe, kind)
     adapter = adapter or build_adapter(recipe)
     moved = recipe.moved_offload

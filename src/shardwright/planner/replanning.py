@@ -58,7 +58,7 @@ class MeasuredSlowdown:
                 for name, rate in cluster.accelerator.peak_flops_per_second.items()
             },
         )
-        profile = None if cluster.profile is None else _slow_compute(cluster.profile, factor)
+        profile = None if cluster.profile is None else _scale_compute_rates(cluster.profile, factor)
         return replace(cluster, accelerator=accelerator, profile=profile), replace(
             efficiency,
             kernel_seconds=efficiency.kernel_seconds * factor,
@@ -185,7 +185,7 @@ def _find_factor(
     return high
 
 
-def _slow_compute(profile: MeasuredProfile, factor: float) -> MeasuredProfile:
+def _scale_compute_rates(profile: MeasuredProfile, factor: float) -> MeasuredProfile:
     """Return the profile with all rates except collectives' divided by `factor`."""
     return replace(
         profile,

@@ -43,7 +43,7 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
     if recipe.has_offloaded_trained_weights:
         return UpdateChoice("device", "weights return to the device for their update")
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
-    if not costs.has_local_update:
+    if not costs.can_update_on_host:
         return UpdateChoice("device", f"{recipe.optimizer.name} needs whole matrices of all ranks")
     cluster = recipe.cluster
     if cluster is None or cluster.profile is None:

@@ -302,7 +302,7 @@ class TrainingLoop:
             preference_metrics=PreferenceMetrics.from_totals(values["pairs"])
             if "pairs" in values
             else None,
-            transfers=state.optimizer.take_counts()
+            transfers=state.optimizer.pop_counts()
             if isinstance(state.optimizer, OffloadedOptimizer)
             else None,
             rounding=read_rounding(values["rounding"], totals.names, self.kind_of_scaled_weight)
@@ -310,10 +310,10 @@ class TrainingLoop:
             else None,
             activation_transfers=None
             if state.activation_offload is None
-            else state.activation_offload.take_counts(),
+            else state.activation_offload.pop_counts(),
             parameter_transfers=None
             if state.weight_offload is None
-            else state.weight_offload.take_counts(),
+            else state.weight_offload.pop_counts(),
         )
 
     def _log_step(

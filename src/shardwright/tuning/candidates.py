@@ -190,7 +190,7 @@ class _CandidateSearch:
 
     def run(self) -> CandidateList:
         groups = [
-            list(self._predict(chain((layout,), self._vary(layout))))
+            list(self._predict(chain((layout,), self._iterate_variants(layout))))
             for layout in self._list_layouts()
         ]
         predictions = [prediction for group in groups for prediction in group]
@@ -238,7 +238,7 @@ class _CandidateSearch:
         found = search_layouts(self.predictor, self.problem, num_layouts=_MAX_LAYOUTS)
         return [prediction.candidate for prediction in found.predictions]
 
-    def _vary(self, candidate: Candidate) -> Iterator[Candidate]:
+    def _iterate_variants(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the candidate with other settings: of the batch and of recomputation in all
         combinations, all others one at a time."""
         splits = chain.from_iterable(list_batches(self.problem, candidate.layout.data_ranks))

@@ -36,7 +36,7 @@ from shardwright.planner.step_profile import (
     load_step_profile,
     save_step_profile,
 )
-from shardwright.plans import settle_precision
+from shardwright.plans import resolve_precision
 from shardwright.training.setup import describe_device, describe_versions
 from shardwright.tuning.candidates import (
     CandidateList,
@@ -212,7 +212,7 @@ def _prepare(
     else:
         with options.open_progress() as progress:
             shape, _ = prepare_for_model(recipe, read_shape, progress=progress)
-    planned = settle_precision(recipe, choice)
+    planned = resolve_precision(recipe, choice)
     config = recipe.model.config
     if config is not None and "vocab_size" not in config:
         update = {"config": {**config, "vocab_size": shape.vocab_size}}

@@ -125,7 +125,7 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
     users = {"optimizer": store, "parameters": weights, "activations": activations}
     for key, user in users.items():
         if user is not None:
-            run.moved_bytes[key] = _sum_over_ranks(user.take_counts().read_bytes, plan.layout)
+            run.moved_bytes[key] = _sum_over_ranks(user.pop_counts().read_bytes, plan.layout)
             user.close()
     return run
 

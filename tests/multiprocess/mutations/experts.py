@@ -213,7 +213,7 @@ def drop_gradients_of_dispatched_tokens() -> Iterator[None]:
             wait(ctx.exchange.backward_work)
             return torch.zeros_like(ctx.exchange.gradient), None
 
-    with patch.object(expert_parallel._StartAllToAll, "backward", DropGradients.backward):
+    with patch.object(expert_parallel._AllToAllStart, "backward", DropGradients.backward):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwright.architecture.attention_kernel import (
-    AttentionNeeds,
+    AttentionRequirements,
     KernelSupport,
     choose_attention_kernel,
 )
@@ -40,7 +40,7 @@ CPU = KernelSupport("it has no kernel on cpu", "no backward pass on cpu")
 def test_the_best_kernel_that_is_available(
     needs: dict[str, Any], support: KernelSupport, kernel: str
 ) -> None:
-    choice = choose_attention_kernel(AttentionNeeds(**needs), support)
+    choice = choose_attention_kernel(AttentionRequirements(**needs), support)
     assert choice.kernel == kernel
     if kernel == "explicit" and support.missing_flex is not None:
         assert support.missing_flex in choice.reason
@@ -62,15 +62,15 @@ def test_a_requested_kernel_that_cannot_be_used_is_an_error(
     requested: Any, needs: dict[str, Any], support: KernelSupport, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message) as error:
-        choose_attention_kernel(AttentionNeeds(**needs), support, requested)
+        choose_attention_kernel(AttentionRequirements(**needs), support, requested)
     assert error.value.field == "model.attention"
 
 
 @pytest.mark.parametrize("requested", ["sdpa", "varlen", "flex", "explicit"])
 def test_a_requested_kernel_is_chosen(requested: Any) -> None:
-    assert choose_attention_kernel(AttentionNeeds(), GPU, requested).kernel == requested
+    assert choose_attention_kernel(AttentionRequirements(), GPU, requested).kernel == requested
 
 
 def test_generation_ignores_a_requested_kernel_without_a_cache() -> None:
-    needs = AttentionNeeds(soft_cap=50.0, is_cached=True)
+    needs = AttentionRequirements(soft_cap=50.0, is_cached=True)
     assert choose_attention_kernel(needs, GPU, "flex").kernel == "explicit"

@@ -233,12 +233,12 @@ def test_resident_buckets_move_only_for_a_checkpoint(tmp_path: Path) -> None:
     def count_written(number: int) -> int:
         run.step(number)
         optimizer._store._wait_for_writes()  # type: ignore[attr-defined]
-        return optimizer.take_counts().written_bytes
+        return optimizer.pop_counts().written_bytes
 
     assert [count_written(number) for number in range(2)] == [optimizer.num_bytes - resident] * 2
     run.collect()
     run.collect()
-    assert optimizer.take_counts().written_bytes == resident
+    assert optimizer.pop_counts().written_bytes == resident
     assert count_written(2) == optimizer.num_bytes - resident
     run.close()
 

@@ -147,11 +147,11 @@ def gather_rows(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
     Each row of x has `copies` slots; some may be missing. The gradient of a row is the sum over
     its slots in order, so it is deterministic; that of `index_select` is not on CUDA.
     """
-    rows: Tensor = _GatherRows.apply(x_ND, slots_M, copies)
+    rows: Tensor = _RowGather.apply(x_ND, slots_M, copies)
     return rows
 
 
-class _GatherRows(torch.autograd.Function):
+class _RowGather(torch.autograd.Function):
     @staticmethod
     def forward(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
         return x_ND.index_select(0, slots_M // copies)

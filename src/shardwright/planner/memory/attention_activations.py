@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwright.architecture.attention_kernel import (
     AttentionKernelName,
-    AttentionNeeds,
+    AttentionRequirements,
     KernelSupport,
     choose_attention_kernel,
     find_flash_limit,
@@ -37,7 +37,7 @@ def choose_planned_kernel(
     has_tiles = candidate.layout.cp > 1 and not (
         candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
     )
-    needs = AttentionNeeds(
+    needs = AttentionRequirements(
         window=window if window is not None and window < candidate.sequence_length else None,
         is_packed=candidate.document_tokens is not None,
         soft_cap=shape.attention_soft_cap,

@@ -129,8 +129,8 @@ def compute_layer_traffic(
         seconds.experts_backward,
     )
     return (
-        _hide_seconds(forward, candidate, network, can_overlap_context=can_overlap),
-        _hide_seconds(backward, candidate, network, can_overlap_context=can_overlap),
+        _subtract_overlap(forward, candidate, network, can_overlap_context=can_overlap),
+        _subtract_overlap(backward, candidate, network, can_overlap_context=can_overlap),
     )
 
 
@@ -145,7 +145,7 @@ class _PassSeconds(NamedTuple):
     expert_products: float
 
 
-def _hide_seconds(
+def _subtract_overlap(
     seconds: _PassSeconds,
     candidate: Candidate,
     network: NetworkModel,

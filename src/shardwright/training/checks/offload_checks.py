@@ -140,8 +140,10 @@ def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
     """
     if choose_update_place(recipe).place == "device":
         return 0
-    if not OPTIMIZER_COSTS[recipe.optimizer.name].has_local_update:
-        names = [name for name in get_args(OptimizerName) if OPTIMIZER_COSTS[name].has_local_update]
+    if not OPTIMIZER_COSTS[recipe.optimizer.name].can_update_on_host:
+        names = [
+            name for name in get_args(OptimizerName) if OPTIMIZER_COSTS[name].can_update_on_host
+        ]
         raise RecipeError(
             f"the update of {recipe.optimizer.name} needs whole matrices of all ranks, which are "
             "on their devices",
