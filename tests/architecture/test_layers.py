@@ -119,7 +119,7 @@ MAX_STATEMENT_LINES = 60
 FUNCTION_LIMITS = {
     "doctor/gpu_health.py::_read_nvml": 66,
     "numerics/loss.py::forward": 62,
-    "parallel/apply.py::apply_layout": 135,
+    "parallel/apply.py::apply_layout": 132,
     "parallel/fsdp.py::apply_fsdp": 65,
     "planner/memory/activations.py::_compute_layer_activations": 108,
     "planner/memory/peaks.py::_compute_loss_peak": 109,

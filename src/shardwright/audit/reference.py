@@ -254,9 +254,6 @@ class ReferenceModel:
         transformers' class computes the loss of all tokens that the micro-batch's attention mask
         leaves; with `counts_padding`, of the rows as received with their padding. The other
         arguments are those of `compute_piece`.
-
-        Raises:
-            AuditInputError: The model returns no `aux_loss`.
         """
         weights, leaves = self._build_weights()
         rounding = _Rounding(noise, torch.Generator().manual_seed(seed))

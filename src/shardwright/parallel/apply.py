@@ -141,11 +141,7 @@ def apply_layout(
         decoder.fuse_functions(COMPILED_FUNCTIONS)
     gradient_store = WeightGradientStore()
     if compile_blocks:
-        # Rows of a length of their own would each be a graph. None lets torch assume that shapes
-        # stay, and generalise only those that change after all (an evaluation's batch).
-        is_split = stages is not None and has_split_backward(layout.schedule)
-        backend = {"backend": SplitBackward(gradient_store)} if is_split else {}
-        decoder.compile_blocks(dynamic=None if plan.batch.row_multiple is None else True, **backend)
+        _compile_blocks(decoder, plan, gradient_store)
     offloaded = {} if offload is None else list_block_matrices(decoder.shape)
     shard_offload = offload if isinstance(offload, TrainedShardStore) else None
     detached = {} if shard_offload is not None else offloaded
@@ -248,6 +244,15 @@ def apply_layout(
             model, stages, mesh, plan.batch.gradient_accumulation_steps, gradient_store
         )
     return model
+
+
+def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradientStore) -> None:
+    # Rows of a length of their own would each be a graph. None lets torch assume that shapes
+    # stay, and generalise only those that change after all (an evaluation's batch).
+    options: dict[str, Any] = {"dynamic": None if plan.batch.row_multiple is None else True}
+    if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
+        options["backend"] = SplitBackward(gradient_store)
+    decoder.compile_blocks(**options)
 
 
 def _exclude_from_ddp(
