@@ -216,7 +216,7 @@ def test_another_base_is_refused(run: Path, recipe: Path) -> None:
     original = (base / "model.safetensors").read_bytes()
     try:
         (base / "model.safetensors").write_bytes(original[:-4] + b"\x00\x00\x00\x3f")
-        with pytest.raises(CheckpointError, match="not the base weights"):
+        with pytest.raises(CheckpointError, match="base weights differ"):
             open_model_source(run)
     finally:
         (base / "model.safetensors").write_bytes(original)

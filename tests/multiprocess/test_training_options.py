@@ -188,7 +188,7 @@ def test_keeping_zeros_without_zeros_is_refused() -> None:
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=0.1, weight_decay=0.0
     )
-    with pytest.raises(RecipeError, match="no zeros to keep"):
+    with pytest.raises(RecipeError, match="contain no zeros"):
         keep_zeros(model, optimizer)
 
 

@@ -218,7 +218,7 @@ def test_a_candidate_without_memory_is_out_and_nothing_is_left(workplace: Workpl
     assert resumed["winner"] == result["winner"]
     changed = workplace.run(*words, "--resume", "--set", "seed=5")
     assert changed.returncode == ExitCode.WRONG_INPUT
-    assert "another search: different recipe" in changed.stderr
+    assert "another search: they differ in recipe" in changed.stderr
 
 
 def test_a_budget_too_small_for_one_candidate_is_refused(workplace: Workplace) -> None:

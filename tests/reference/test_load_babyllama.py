@@ -135,7 +135,7 @@ def test_generation_ends_or_slides_at_the_last_position(folder: Path, decoder: D
     slid = complete_prompt(decoder, tokenizer, STORY, greedy, max_new_tokens=150, should_slide=True)
     assert slid.stop_reason == "length"
     assert slid.text.startswith(stopped.text)
-    with pytest.raises(InputError, match=r"longer than the model's positions.*at most 256"):
+    with pytest.raises(InputError, match=r"longer than the model's maximum length.*at most 256"):
         generate(decoder, tokenizer, STORY + STORY, max_new_tokens=1)
 
 

@@ -107,7 +107,7 @@ def test_blocks_over_packed_weights_are_refused_under_tp() -> None:
     )
     for section in (FP8Section(recipe="mxfp8"), NVFP4Section(experimental=True)):
         precision = PrecisionSection.of_low_precision(section)
-        with pytest.raises(LayoutError, match="bytes of 4-bit weights"):
+        with pytest.raises(LayoutError, match="packed 4-bit weights"):
             build_plan(shape, Layout(tp=2), BatchPlan(128, 1, 1, 1), precision)
         build_plan(shape, Layout(), BatchPlan(128, 1, 1, 1), precision)
 

@@ -185,7 +185,7 @@ def test_the_copy_of_a_recipe_is_masked_and_says_so_when_it_is_opened(tmp_path: 
     masked = load_recipe(folder.recipe_path)
     assert masked.checkpoint.dir == MASKED_URL
     assert is_masked(MASKED_URL)
-    with pytest.raises(CheckpointError, match="masked, as in all copies of a recipe"):
+    with pytest.raises(CheckpointError, match="masked, as in every saved copy of a recipe"):
         assert RunFolder.open_existing(folder.path).checkpoints
     (tmp_path / "other.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "other.yaml") == recipe, "ranks get the credentials"

@@ -76,7 +76,7 @@ def count_ranks(elastic: ElasticSection, num_ranks: int | None) -> int:
     num_nodes = 1 if place is None else place.num_nodes
     if not 0 <= elastic.spare_nodes < num_nodes:
         raise InputError(
-            "no node is left for the ranks",
+            "no node remains for the ranks",
             field="elastic.spare_nodes",
             got=elastic.spare_nodes,
             allowed=f"at most {num_nodes - 1}: the run has {num_nodes} nodes",

@@ -109,7 +109,7 @@ def test_adapters_are_sharded_with_their_matrix() -> None:
         (
             LLAMA,
             {"targets": ("q_proj",), "exclude": ("self_attn.*",)},
-            "the patterns leave no matrix",
+            "the patterns match no matrix",
         ),
         (MOE, {"kind": "dora"}, "not supported for stacked experts"),
         (MOE, {"dropout": 0.1}, r"exclude: \[experts"),

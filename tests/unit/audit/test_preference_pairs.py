@@ -164,12 +164,12 @@ def test_wrong_settings_are_refused(
     build_initial_model("gpt2", 0).save_pretrained(other)
     chosen = ["--objective", "dpo"]
     wrong: list[tuple[list[str], str]] = [
-        (chosen, "needs its beta"),
+        (chosen, "needs --beta"),
         ([*chosen, "--beta", "0"], "not a DPO loss"),
         ([*chosen, "--beta", "0.1", "--label-smoothing", "0.5"], "not a share"),
         (["--beta", "0.1"], "has no beta"),
-        (["--reference", str(reference_folder)], "belong to the DPO loss"),
-        ([*chosen, "--beta", "0.1"], "reference model of the preference loss is not known"),
+        (["--reference", str(reference_folder)], "apply only to the DPO loss"),
+        ([*chosen, "--beta", "0.1"], "reference model of the preference loss is unknown"),
         ([*chosen, "--beta", "0.1", "--reference", str(tmp_path)], "not a Hugging Face folder"),
         ([*chosen, "--beta", "0.1", "--reference", str(other)], "is another model"),
     ]

@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "rows of one data rank differ": (
         lambda folder: edit(folder, 1, lambda values: values.update(data_rank=0)),
-        "read other rows",
+        "read different rows",
     ),
 }
 

@@ -95,7 +95,7 @@ def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) ->
     ("words", "message"),
     [
         (["generate", "RUN", "--prompt", "abcX"], "has no id for a character"),
-        (["generate", "RUN", "--prompt", "a" * 25], "longer than the model's positions"),
+        (["generate", "RUN", "--prompt", "a" * 25], "longer than the model's maximum length"),
         (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
         (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),
         (["generate", "RUN", "--prompt", "a", "--dtype", "int4"], "unknown precision"),

@@ -184,7 +184,7 @@ def test_text_that_cannot_be_split_has_a_limit(
     path.write_text("some words\n" * 3 + "x" * 5000)
     message = prepare_and_get_error(tmp_path, str(path))
     assert f"{path}:4" in message
-    assert "without a line end or a space" in message
+    assert "no line end or space" in message
     assert "4,000 characters" in message
     for name, texts in (("words", ["word " * 2000]), ("unbroken", ["fine"] * 200 + ["x" * 5000])):
         path_of_records = write_json_lines(tmp_path / f"{name}.jsonl", texts)

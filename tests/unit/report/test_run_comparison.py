@@ -231,13 +231,13 @@ def test_validation_on_other_tokens_is_noted_and_not_compared(tmp_path: Path) ->
     comparison = compare_runs(*load_runs(paths))
     assert comparison.agrees
     assert comparison.validation_points == 0
-    assert any("different numbers of tokens" in note for note in comparison.notes)
+    assert any("different number of tokens" in note for note in comparison.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_batch_tokens": 128}, "different numbers of tokens"),
+        ({"global_batch_tokens": 128}, "different number of tokens"),
         ({"data_hash": "other"}, "batches or the order of batches differ"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_line_that_was_not_finished_is_removed(tmp_path: Path) -> None:
 def test_results_of_another_search_are_refused(tmp_path: Path, change: dict, name: str) -> None:
     write_two(tmp_path)
     before = (tmp_path / RESULTS_FILE_NAME).read_bytes()
-    with pytest.raises(InputError, match=f"another search: different {name} "):
+    with pytest.raises(InputError, match=f"another search: they differ in {name} "):
         ResultsFile.open(tmp_path, replace(IDENTITY, **change), resume=True)
     assert (tmp_path / RESULTS_FILE_NAME).read_bytes() == before
 
