@@ -166,7 +166,7 @@ def test_wrong_settings_are_refused(
     wrong: list[tuple[list[str], str]] = [
         (chosen, "needs --beta"),
         ([*chosen, "--beta", "0"], "not a DPO loss"),
-        ([*chosen, "--beta", "0.1", "--label-smoothing", "0.5"], "not a share"),
+        ([*chosen, "--beta", "0.1", "--label-smoothing", "0.5"], "not a fraction"),
         (["--beta", "0.1"], "has no beta"),
         (["--reference", str(reference_folder)], "apply only to the DPO loss"),
         ([*chosen, "--beta", "0.1"], "reference model of the preference loss is unknown"),

@@ -231,7 +231,7 @@ def test_validation_on_other_tokens_is_noted_and_not_compared(tmp_path: Path) ->
     comparison = compare_runs(*load_runs(paths))
     assert comparison.agrees
     assert comparison.validation_points == 0
-    assert any("different number of tokens" in note for note in comparison.notes)
+    assert any("different numbers of tokens" in note for note in comparison.notes)
 
 
 @pytest.mark.parametrize(

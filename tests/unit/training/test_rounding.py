@@ -58,9 +58,9 @@ def test_a_run_logs_its_rounding(tmp_path: Path, precision: dict[str, Any], is_s
     module = fp8 if precision["kind"] == "fp8" else nvfp4
     quantise = module.quantise
 
-    def quantise_stale(values: Any, scaling: Any, maxima: Any = None) -> Any:
+    def quantise_stale(values: Any, scaling: Any, maxima: Any = None, *key: Any) -> Any:
         own = fp8.compute_block_maxima(values, get_widest_blocks(scaling))
-        return quantise(values, scaling, own / 8)
+        return quantise(values, scaling, own / 8, *key)
 
     with mock.patch.object(module, "quantise", quantise_stale if is_stale else quantise):
         train(recipe)

@@ -92,5 +92,5 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     first, *rest = path.read_text().splitlines()
     header = json.loads(first) | {"schema_version": 2}
     path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
-    with pytest.raises(InputError, match="different format of the file"):
+    with pytest.raises(InputError, match="they differ in format of the file"):
         ResultsFile.open(tmp_path, IDENTITY, resume=True)
