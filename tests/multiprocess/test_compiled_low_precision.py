@@ -26,7 +26,7 @@ from tests.multiprocess.scaled_operands import (
     read_micro_batches,
 )
 
-NUM_LAYERS = {"num_hidden_layers": 10}
+NUM_LAYERS = {"num_hidden_layers": 5}
 TENSOR = (DENSE, "tensorwise", Layout(tp=2), "none")
 LONG = {
     "gw_hp-ep": (SPARSE, "rowwise_with_gw_hp", Layout(dp_shard=2, ep=2, zero_stage=2), "full"),

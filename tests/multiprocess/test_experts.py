@@ -167,7 +167,12 @@ def compile_blocks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("config", "layout", "case"),
     [
-        (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1), CAPACITY),
+        pytest.param(
+            MIXTRAL,
+            Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1),
+            CAPACITY,
+            marks=pytest.mark.long,  # test_compiled_graphs.py compares it with uncompiled blocks
+        ),
         pytest.param(
             DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3), LOSSES, marks=pytest.mark.long
         ),

@@ -21,7 +21,7 @@ from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import GraphCounter
 from tests.reference.cases import CASES
 
-NUM_LAYERS = 10
+NUM_LAYERS = 5
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     # Each with its number of kinds of layers.
     "llama": (CASES["llama"] | {"num_hidden_layers": NUM_LAYERS}, 1),
