@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.telemetry.event_log import Event, RunStartedEvent, StepEvent
 from shardwright.units import format_flops_per_second
@@ -56,8 +56,8 @@ def measure_throughput(
 class ThroughputMeter:
     """Meter of a run's throughput.
 
-    The ceiling stays as measured, so that all steps of a run have one denominator. An MFU above 1
-    says that it was measured too low; the first time is logged.
+    The ceiling stays as measured, so that all steps of a run have one denominator. A step above it
+    shows that it was measured too low: its MFU counts as 1, and the first time is logged.
     """
 
     def __init__(self, world_size: int, matmul_flops_per_second: float) -> None:
@@ -74,15 +74,18 @@ class ThroughputMeter:
             flops_per_token=flops_per_token,
             matmul_flops_per_second=self._matmul_flops_per_second,
         )
-        if throughput.mfu is not None and throughput.mfu > 1.0 and not self._has_warned:
+        if throughput.mfu is None or throughput.mfu <= 1.0:
+            return throughput
+        if not self._has_warned:
             logger.warning(
                 "a step reached %.0f%% of the measured matmul ceiling (%s per device), "
-                "which is too low (busy machine?): MFU is too high in the whole run",
+                "which is too low (busy machine?): MFU is too high in the whole run, and shown as "
+                "100%% at most",
                 100.0 * throughput.mfu,
                 format_flops_per_second(self._matmul_flops_per_second),
             )
             self._has_warned = True
-        return throughput
+        return replace(throughput, mfu=1.0)
 
 
 class ExponentialMean:
