@@ -47,7 +47,8 @@ from shardwright.verification.reference import (
 
 _CHUNK_TOKENS = 7
 _LOSS_SCALE = 1024.0
-_VERIFIED_OTHERWISE: tuple[OptimizerName, ...] = ("sgd", "adamw", "adamw_8bit")
+_COMPARED_BY_BITS: tuple[OptimizerName, ...] = ("adamw_8bit",)
+_VERIFIED_OTHERWISE: tuple[OptimizerName, ...] = ("sgd", "adamw", *_COMPARED_BY_BITS)
 
 MutationContext = Callable[[], AbstractContextManager[object]]
 """Factory of a context that adds a known bug to this process, for tests of the verifier."""
@@ -77,7 +78,7 @@ def verify_cell(
         model.invalidate_weights()  # wait for gathers that the last update has begun
         if should_verify_rule(problem):
             findings += _verify_rule(problem, plan, reference)
-        if problem.optimizer.name == "adamw_8bit":
+        if problem.optimizer.name in _COMPARED_BY_BITS:
             findings += _verify_quantised_rule(problem, plan)
     return findings
 
@@ -228,7 +229,7 @@ def _verify_rule(
 
 
 def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[ComparisonResult]:
-    """Compare weights after steps of 8-bit AdamW with one process that gets the same gradients.
+    """Compare weights after steps of a rule with one process that gets the same gradients.
 
     They must be equal bit by bit. Other comparisons of the cell cover the gradients. Both
     together prove what a tolerance of the weights cannot prove
@@ -249,7 +250,7 @@ def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[Com
         single_optimizer.step()
     model.invalidate_weights()
     expected = {f"rule.{name}": single.gather_parameter(name).detach() for name in single.layouts}
-    return [compare_weights("weights after adamw_8bit", model, expected, "rule", 0.0)]
+    return [compare_weights(f"weights after {section.name}", model, expected, "rule", 0.0)]
 
 
 def _verify_exceptional_steps(
