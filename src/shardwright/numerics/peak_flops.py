@@ -113,16 +113,22 @@ class _Clock:
 def _measure_rate(run: Work, product: Product, budget_seconds: float, clock: _Clock) -> float:
     """Measure the FLOP/s of the fastest run within the budget.
 
-    At least two runs, unless one exceeds the budget.
+    At least two runs, unless one exceeds the budget. Runs during which the clock does not advance
+    are left out: the processor time of a thread in a virtual machine may stand still for a while.
     """
+    first_start = time.perf_counter()
     started = clock.read()
     best = math.inf
     num_runs = 0
     while num_runs < 2 or clock.read() - started < budget_seconds:
         run_start = clock.read()
         run()
-        best = min(best, clock.read() - run_start)
+        seconds = clock.read() - run_start
+        if seconds > 0.0:
+            best = min(best, seconds)
         num_runs += 1
-        if 0.0 < budget_seconds < best:
+        if 0.0 < budget_seconds < best or (seconds <= 0.0 and num_runs >= 2):
             break
+    if math.isinf(best):
+        best = (time.perf_counter() - first_start) / num_runs
     return 2.0 * math.prod(product) / best

@@ -128,6 +128,19 @@ def test_slow_products_of_the_model_are_measured_with_fewer_tokens(
     assert 16 <= shortened[0] < 1024
 
 
+@pytest.mark.parametrize(
+    ("times", "rate"), [([0.0, 0.0, 0.0, 0.0, 2.0, 2.0], 8.0), ([0.0] * 6, None)]
+)
+def test_a_clock_that_stands_still_is_not_a_rate(
+    times: list[float], rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor time of a thread in a virtual machine may stand still for a while."""
+    clock = peak_flops._Clock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "read", iter(times).__next__)
+    found = peak_flops._measure_rate(lambda: time.sleep(0.01), (2, 2, 2), 0.0, clock)
+    assert found == rate if rate is not None else 0.0 < found < 16 / 0.01
+
+
 def test_the_peak_is_measured_once() -> None:
     first = measure_matmul_flops_per_second(CPU, torch.float32)
     assert measure_matmul_flops_per_second(CPU, torch.float32) == first
