@@ -114,7 +114,7 @@ def _measure_rate(run: Work, product: Product, budget_seconds: float, clock: _Cl
     """Measure the FLOP/s of the fastest run within the budget.
 
     At least two runs, unless one exceeds the budget. Runs during which the clock does not advance
-    are left out: the processor time of a thread in a virtual machine may stand still for a while.
+    are left out: the processor time of a thread in a virtual machine may not advance for a while.
     """
     first_start = time.perf_counter()
     started = clock.read()

@@ -131,10 +131,10 @@ def test_slow_products_of_the_model_are_measured_with_fewer_tokens(
 @pytest.mark.parametrize(
     ("times", "rate"), [([0.0, 0.0, 0.0, 0.0, 2.0, 2.0], 8.0), ([0.0] * 6, None)]
 )
-def test_a_clock_that_stands_still_is_not_a_rate(
+def test_a_clock_that_does_not_advance_gives_no_rate(
     times: list[float], rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processor time of a thread in a virtual machine may stand still for a while."""
+    """The processor time of a thread in a virtual machine may not advance for a while."""
     clock = peak_flops._Clock(torch.device("cpu"))
     monkeypatch.setattr(clock, "read", iter(times).__next__)
     found = peak_flops._measure_rate(lambda: time.sleep(0.01), (2, 2, 2), 0.0, clock)
