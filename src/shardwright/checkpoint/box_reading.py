@@ -83,13 +83,8 @@ def plan_reads(
     ):
         yield BoxRead(file, stored.start_byte + item * start, span_bytes, strides, target)
         return
-    dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
-    half = box.lengths[dim] // 2
-    for begin, length in ((0, half), (half, box.lengths[dim] - half)):
-        offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
-        lengths = tuple(length if d == dim else full for d, full in enumerate(box.lengths))
-        part = target.narrow(dim, begin, length)
-        yield from plan_reads(file, stored, shape, Box(offsets, lengths), part)
+    for half in box.halve():
+        yield from plan_reads(file, stored, shape, half, view_box(target, half.rebase(box)))
 
 
 def group_reads(reads: Iterable[BoxRead]) -> Iterator[list[BoxRead]]:

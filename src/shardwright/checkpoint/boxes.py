@@ -45,6 +45,22 @@ class Box:
         lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return None if any(length <= 0 for length in lengths) else Box(starts, lengths)
 
+    def halve(self) -> tuple[Box, Box]:
+        """Return two halves along the first dimension of more than one element.
+
+        >>> [str(half) for half in Box((0, 2), (1, 3)).halve()]
+        ['[0:1,2:3]', '[0:1,3:5]']
+        """
+        dim = next(dim for dim, length in enumerate(self.lengths) if length > 1)
+        half = self.lengths[dim] // 2
+
+        def select(begin: int, length: int) -> Box:
+            offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(self.offsets))
+            lengths = tuple(length if d == dim else full for d, full in enumerate(self.lengths))
+            return Box(offsets, lengths)
+
+        return select(0, half), select(half, self.lengths[dim] - half)
+
     def rebase(self, outer: Box) -> Box:
         """Return this box relative to the first element of `outer`."""
         return Box(

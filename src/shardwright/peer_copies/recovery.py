@@ -284,12 +284,8 @@ def _split_box(box: Box, item_bytes: int) -> Iterator[Box]:
     if item_bytes * box.num_elements <= _MESSAGE_BYTES:
         yield box
         return
-    dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
-    half = box.lengths[dim] // 2
-    for begin, length in ((0, half), (half, box.lengths[dim] - half)):
-        offsets = tuple(offset + begin * (d == dim) for d, offset in enumerate(box.offsets))
-        lengths = tuple(length if d == dim else full for d, full in enumerate(box.lengths))
-        yield from _split_box(Box(offsets, lengths), item_bytes)
+    for half in box.halve():
+        yield from _split_box(half, item_bytes)
 
 
 def _count_aligned_bytes(delivery: _Delivery, box: Box) -> int:

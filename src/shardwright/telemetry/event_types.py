@@ -84,9 +84,7 @@ class StepEvent(Event):
     model_flops_per_second: float | None = None
     """Model FLOP/s of all ranks together, without recomputation."""
     mfu: float | None = None
-    """model_flops_per_second / (world_size x measured matmul ceiling).
-
-    Above 1 if the ceiling was measured too low."""
+    """model_flops_per_second / (world_size x measured matmul ceiling), 0 to 1."""
     memory_bytes: tuple[int, ...] = ()
     """Peak memory per rank, in rank order: allocated on the accelerator, resident on a CPU."""
     data_seconds: float | None = None

@@ -177,7 +177,7 @@ class RunProgress:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation; NaN if unknown."""
+        """Model FLOPs utilisation, 0 to 1; NaN if unknown."""
         return self._mfu.value
 
     @property

@@ -143,18 +143,18 @@ def iterate_omissions(counts: BatchCounts) -> Iterator[Weighting]:
         first[:, 0] = 1.0
         yield Weighting(("first_micro_batch_only",), first)
         for batch in range(num_batches):
-            yield _iterate_omissions(
+            yield _build_omission(
                 exists, slice(None), batch, "micro_batch_lost", f"micro-batch {batch}"
             )
     if num_ranks > 1:
         for rank in range(num_ranks):
-            yield _iterate_omissions(exists, rank, slice(None), "rank_lost", f"data rank {rank}")
+            yield _build_omission(exists, rank, slice(None), "rank_lost", f"data rank {rank}")
             for batch in range(num_batches if num_batches > 1 else 0):
                 subject = f"micro-batch {batch} of data rank {rank}"
-                yield _iterate_omissions(exists, rank, batch, "micro_batch_lost", subject)
+                yield _build_omission(exists, rank, batch, "micro_batch_lost", subject)
 
 
-def _iterate_omissions(
+def _build_omission(
     exists: Tensor, rank: int | slice, batch: int | slice, mistake: str, subject: str
 ) -> Weighting:
     mask = torch.ones_like(exists)

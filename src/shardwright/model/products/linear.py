@@ -101,17 +101,16 @@ class Linear(nn.Module):
     def get_pipeline(self, tensor_parallel: TensorParallelHooks) -> PipelineHooks | None:
         """Return the hooks that pipeline this layer's product with its communication, if any."""
         is_pipelined = self.scaled is None and self.weight.dtype != torch.uint8
-        if self.is_adapted:
-            assert self.adapters is not None
-            is_pipelined &= self.adapters.is_additive
+        if self.enabled_adapters is not None:
+            is_pipelined &= self.enabled_adapters.is_additive
         if not is_pipelined or torch.compiler.is_compiling():
             return None
         return tensor_parallel.pipeline
 
     @property
-    def is_adapted(self) -> bool:
-        """True if the layer has an adapter that is enabled."""
-        return self.adapters is not None and self.is_adapter_enabled
+    def enabled_adapters(self) -> AdapterShape | None:
+        """Adapters, of which the layer has one; None if it has none, or a disabled one."""
+        return self.adapters if self.is_adapter_enabled else None
 
     def add_update(self, product: Tensor, narrow_BLR: Tensor) -> Tensor:
         """Add the adapter's update to a product; `narrow_BLR` is x A."""
@@ -122,11 +121,11 @@ class Linear(nn.Module):
     def _list_terms(self, x: Tensor) -> tuple[list[Tensor], list[Operands]]:
         """List inputs and operands whose products add up to this layer's, without the bias."""
         operands = self.get_operands(x.dtype)
-        if not self.is_adapted:
+        adapters = self.enabled_adapters
+        if adapters is None:
             return [x], [operands]
-        assert self.adapters is not None
         with name_results(None):
-            narrow_BLR = self.lora_A(x) * self.adapters.scale
+            narrow_BLR = self.lora_A(x) * adapters.scale
         return [x, narrow_BLR], [operands, self.lora_B.get_operands(x.dtype)]
 
     def get_operands(self, dtype: torch.dtype) -> Operands:
@@ -138,16 +137,18 @@ class Linear(nn.Module):
 
     def _compute_partial_product(self, x: Tensor, dropout: Dropout | None) -> Tensor:
         """Compute this rank's part of a product that is summed over ranks."""
-        if self.is_adapted and self.adapters is not None and self.adapters.kind == "dora":
+        adapters = self.enabled_adapters
+        if adapters is not None and adapters.kind == "dora":
             return self._compute_product(x, None, dropout)  # its gradients read the result
         with name_partial_product():
             return self._compute_product(x, None, dropout)
 
     def _compute_product(self, x: Tensor, bias: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Compute the product with this rank's weight, with the adapter if it is enabled."""
-        if self.adapters is None or not self.is_adapter_enabled:
+        adapters = self.enabled_adapters
+        if adapters is None:
             return self._multiply(x, bias)
-        return self._apply_adapter(x, bias, self.adapters, dropout)
+        return self._apply_adapter(x, bias, adapters, dropout)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         # Compiled blocks defer gradients by dividing their backward graph (`SplitBackward`).
@@ -224,13 +225,13 @@ def multiply_gathered(
 def _multiply_pipelined(
     layers: Sequence[Linear], x_BSD: Tensor, pipeline: PipelineHooks
 ) -> list[Tensor]:
-    adapted = [layer for layer in layers if layer.is_adapted]
+    adapted = [layer for layer in layers if layer.enabled_adapters is not None]
     multiplied = [*layers, *(layer.lora_A for layer in adapted)]
     results = pipeline.multiply_gathered(
         x_BSD, [layer.get_operands(x_BSD.dtype) for layer in multiplied]
     )
     narrow = iter(results[len(layers) :])
     return [
-        layer.add_update(product, next(narrow)) if layer.is_adapted else product
+        product if layer.enabled_adapters is None else layer.add_update(product, next(narrow))
         for layer, product in zip(layers, results, strict=False)
     ]

@@ -129,8 +129,8 @@ def compute_layer_traffic(
         seconds.experts_backward,
     )
     return (
-        _subtract_overlap(forward, candidate, network, can_overlap_context=can_overlap),
-        _subtract_overlap(backward, candidate, network, can_overlap_context=can_overlap),
+        _split_by_overlap(forward, candidate, network, can_overlap_context=can_overlap),
+        _split_by_overlap(backward, candidate, network, can_overlap_context=can_overlap),
     )
 
 
@@ -145,7 +145,7 @@ class _PassSeconds(NamedTuple):
     expert_products: float
 
 
-def _subtract_overlap(
+def _split_by_overlap(
     seconds: _PassSeconds,
     candidate: Candidate,
     network: NetworkModel,
