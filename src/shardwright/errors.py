@@ -10,6 +10,7 @@
     │   ├── TokenizerError              a tokenizer that is missing or does not fit the model
     │   ├── DataError                   sources that are unreadable or contain no training data
     │   └── CheckpointError             a checkpoint that is damaged, not ours or does not fit
+    │       └── NonFiniteCheckpoint         one whose tensors contain NaN or infinity
     ├── CheckFailed                 1   a check ran and found a failure
     ├── RunFailed                   3   the run itself failed
     │   ├── NonFiniteError              too many steps in a row without a finite gradient
@@ -140,6 +141,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """Checkpoint that is damaged, not shardwright's, or does not fit the run."""
+
+
+class NonFiniteCheckpoint(CheckpointError):
+    """Checkpoint of which tensors contain NaN or infinity."""
 
 
 class CheckFailed(ShardwrightError):

@@ -152,6 +152,29 @@ def _split_local(name: str, local: torch.Tensor, boxes: list[Box]) -> Iterator[L
         yield LocalSlice(box, view)
 
 
+@torch.no_grad()
+def find_non_finite(tensors: Mapping[str, LocalTensor]) -> list[str]:
+    """List the tensors that contain NaN or infinity on this rank, by name.
+
+    Raises:
+        OSError: an offloaded tensor, which may be in a mapped file, cannot be read.
+    """
+    # The extremes need no memory of the tensor's size. A NaN is both of them.
+    extremes = []
+    for name, tensor in tensors.items():
+        for piece in tensor.slices:
+            values = piece.values
+            if tensor.is_offloaded:
+                _load_pages(values)
+            if values.is_complex():
+                values = torch.view_as_real(values)
+            if values.is_floating_point():
+                if values.element_size() == 1:
+                    values = values.float()
+                extremes.append((name, torch.stack(torch.aminmax(values)).isfinite().all()))
+    return sorted({name for name, is_finite in extremes if not is_finite})
+
+
 @dataclass(frozen=True)
 class HostCopy:
     """Copy of a tensor's bytes in row-major order, in consecutive pieces of host memory."""

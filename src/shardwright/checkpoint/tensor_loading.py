@@ -37,6 +37,7 @@ from shardwright.checkpoint.local_tensors import (
     LocalTensor,
     ParameterShard,
     describe_local_tensor,
+    find_non_finite,
 )
 from shardwright.checkpoint.manifest import VALUES_NAME, Manifest, StoredSlice
 from shardwright.checkpoint.rank_group import RankGroup
@@ -51,7 +52,7 @@ from shardwright.checkpoint.storage_path import (
     StoragePath,
     parse_storage_path,
 )
-from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.errors import CheckpointError, NonFiniteCheckpoint, ShardwrightError
 from shardwright.hardware.host_memory import read_available_memory
 
 logger = logging.getLogger(__name__)
@@ -123,8 +124,9 @@ def open_checkpoint(
     cache = _build_object_cache(ranks) if should_cache else None
     manifest, faults = verify_on_all_ranks(ranks, parse_storage_path(path), cache)
     if manifest is None or faults:
-        shown = "; ".join(faults[:_MAX_SHOWN_DIFFERENCES])
-        raise CheckpointError(f"this checkpoint cannot be used: {shown}", field=str(path))
+        raise CheckpointError(
+            f"this checkpoint cannot be used: {_join_shown(faults)}", field=str(path)
+        )
     return VerifiedCheckpoint(parse_storage_path(path), manifest, cache=cache)
 
 
@@ -175,6 +177,7 @@ def load_checkpoint(
     tensors: Mapping[str, torch.Tensor | ParameterShard],
     *,
     group: dist.ProcessGroup | None = None,
+    allow_non_finite: bool = False,
 ) -> dict[str, Any]:
     """Load `tensors` in place and return the values. Collective over `group`.
 
@@ -184,11 +187,14 @@ def load_checkpoint(
         tensors: plain tensors or DTensors of any layout by name; the ranks together must name
             exactly the saved tensors.
         group: ranks that load together; None is the default group, or this process alone.
+        allow_non_finite: Warn of tensors that contain NaN or infinity instead of raising.
 
     Raises:
         CheckpointError: damage, or tensors that are missing, surplus or of another shape or
             dtype. Raised on every rank before any tensor changes; only a file that becomes
             unreadable after it was hashed can leave tensors partly loaded.
+        NonFiniteCheckpoint: tensors contain NaN or infinity. Raised on every rank, after all
+            tensors were loaded.
     """
     ranks = RankGroup(group)
     verified = (
@@ -198,24 +204,45 @@ def load_checkpoint(
     )
     values = read_values(verified, group=group)
     local_tensors = _match_tensors(ranks, verified, tensors)
-    fault = None
+    report: dict[str, Any] = {"fault": None, "non_finite": []}
     try:
         _fill_tensors(local_tensors, verified)
+        report["non_finite"] = find_non_finite(local_tensors)
     except (ShardwrightError, OSError, RuntimeError) as error:
-        fault = str(error)
+        report["fault"] = str(error)
     if verified.cache is not None:
         verified.cache.blocks.clear()
+    reports = ranks.all_gather(report)
     faults = [
-        f"rank {rank}: {fault}"
-        for rank, fault in enumerate(ranks.all_gather(fault))
-        if fault is not None
+        f"rank {rank}: {each['fault']}"
+        for rank, each in enumerate(reports)
+        if each["fault"] is not None
     ]
     if faults:
         raise CheckpointError(
             f"could not be read; tensors may be partly loaded. {'; '.join(faults)}",
             field=str(verified.path),
         )
+    names = sorted({name for each in reports for name in each["non_finite"]})
+    if names:
+        error = NonFiniteCheckpoint(
+            f"{len(names)} of its {len(verified.manifest.tensors)} tensors contain NaN or "
+            f"infinity: {_join_shown(names)}",
+            field=str(verified.path),
+            remedy="Remove this checkpoint, so that the one before it is used, or continue from "
+            "it anyway (checkpoint.allow_non_finite: true)",
+        )
+        if not allow_non_finite:
+            raise error
+        if ranks.is_first:
+            logger.warning("%s: %s", error.field, error.problem)
     return values
+
+
+def _join_shown(items: list[str]) -> str:
+    """Join the first items; state how many are left out."""
+    more = len(items) - _MAX_SHOWN_DIFFERENCES
+    return "; ".join(items[:_MAX_SHOWN_DIFFERENCES]) + (f"; {more} more" if more > 0 else "")
 
 
 def read_tensor(checkpoint: VerifiedCheckpoint, name: str) -> torch.Tensor:
@@ -264,10 +291,8 @@ def _match_tensors(
         for name in set(checkpoint.manifest.tensors) - requested
     }
     if differences:
-        listed = sorted(differences)[:_MAX_SHOWN_DIFFERENCES]
-        rest = f"; {len(differences) - len(listed)} more" if len(differences) > len(listed) else ""
         raise CheckpointError(
-            f"its tensors do not match the run: {'; '.join(listed)}{rest}",
+            f"its tensors do not match the run: {_join_shown(sorted(differences))}",
             field=str(checkpoint.path),
         )
     return local_tensors

@@ -37,6 +37,9 @@ class CheckpointSection(RecipeSection):
     """Write checkpoints in the background: the next update waits only for a copy to host
     memory, whose buffers are reused by later saves. The last save of a run, and the one after a
     stop signal, are synchronous."""
+    allow_non_finite: bool = False
+    """Continue from a checkpoint whose weights or optimizer states contain NaN or infinity, with
+    a warning. It is an error otherwise."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Maximum time that ranks wait for each other during a save; run.timeout_seconds applies to
     training."""

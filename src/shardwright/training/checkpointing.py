@@ -9,21 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from shardwright.checkpoint.background_save import BackgroundSaver
-from shardwright.checkpoint.commit import RetentionPolicy, list_step_folders
+from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import get_disk
-from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.run_values import RunValues
-from shardwright.checkpoint.storage_path import StoragePath
-from shardwright.checkpoint.tensor_loading import (
-    VerifiedCheckpoint,
-    load_checkpoint,
-    open_checkpoint,
-    read_run_values,
-)
+from shardwright.checkpoint.tensor_loading import VerifiedCheckpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import SavedCheckpoint
-from shardwright.errors import CheckpointError, SaveFailed
+from shardwright.errors import NonFiniteCheckpoint, SaveFailed
 from shardwright.optim.sharded_optimizer import Moment
 from shardwright.optim.state import (
     collect_hyperparameters,
@@ -40,6 +33,7 @@ from shardwright.training.resume_point import (
     CopiesInMemory,
     ResumePoint,
     collect_changeable_settings,
+    find_rollback_point,
 )
 from shardwright.training.training_state import TrainingState
 
@@ -200,7 +194,10 @@ class RunCheckpointer:
                 self.collect_tensors(),
                 self.collect_values(),
                 merged_values={"optimizer": collect_optimizer_values(self.state.optimizer)},
-                retention=RetentionPolicy(section.keep_last, section.keep_every),
+                # A skipped step saves the state before it again, and that may be the cause.
+                retention=RetentionPolicy(
+                    section.keep_last + self.state.num_consecutive_skips, section.keep_every
+                ),
                 is_best=is_best and section.keep_best,
             )
         except SaveFailed as error:
@@ -281,7 +278,12 @@ class RunCheckpointer:
                 # One rank is left, which renews no copies: old ones must not be continued.
                 get_process_memory().discard()
         else:
-            load_checkpoint(start.checkpoint, self.collect_tensors(), group=get_host_group())
+            load_checkpoint(
+                start.checkpoint,
+                self.collect_tensors(),
+                group=get_host_group(),
+                allow_non_finite=self.context.recipe.checkpoint.allow_non_finite,
+            )
             self._restore_values(start.values)
             self.drift += [
                 {"step": state.step, **difference.as_json()} for difference in start.allowed
@@ -342,23 +344,22 @@ class RunCheckpointer:
         self.drift = [drift.model_dump() for drift in values.drift]
 
     def roll_back(self, reason: str, *, min_steps_back: int) -> bool:
-        """Roll back to the newest complete checkpoint at least so many steps back.
+        """Roll back to the newest complete and finite checkpoint at least so many steps back.
 
         Data read since then is skipped. Returns False if there is no such checkpoint.
+
+        Raises:
+            NonFiniteCheckpoint: All such checkpoints contain NaN or infinity.
         """
         self._finish_pending_save()
         self.discard_peer_copies()
         state = self.state
         batch_size = self.context.plan.batch.global_batch_size
-        checkpoint = find_newest_before(
-            self.context.folder.checkpoints, state.step - min_steps_back
-        )
-        if checkpoint is None:
-            return False
         from_step = state.step
         read_until = state.step + state.skipped_data_steps
-        values = read_run_values(checkpoint, group=get_host_group())
-        self.restore(ResumePoint(checkpoint, values))
+        checkpoint = self._restore_newest(from_step - min_steps_back)
+        if checkpoint is None:
+            return False
         first = state.step + state.skipped_data_steps
         state.skipped_data_steps = read_until - state.step
         self.context.event_logger.log(
@@ -372,16 +373,18 @@ class RunCheckpointer:
         )
         return True
 
-
-def find_newest_before(root: StoragePath, step: int) -> VerifiedCheckpoint | None:
-    """Find the newest complete checkpoint of at most `step`. Collective; same on all ranks."""
-    ranks = RankGroup(get_host_group())
-    folders = list_step_folders(root) if ranks.is_first else []
-    for name in ranks.broadcast_first(
-        [folder.path.name for folder in reversed(folders) if folder.step <= step]
-    ):
-        try:
-            return open_checkpoint(root / name, group=get_host_group(), should_cache=True)
-        except CheckpointError as error:  # same on every rank
-            logger.warning("%s", error)
-    return None
+    def _restore_newest(self, max_step: int) -> VerifiedCheckpoint | None:
+        """Restore the newest finite checkpoint of at most `max_step`; None without checkpoints."""
+        failure = None
+        while start := find_rollback_point(self.context.folder, max_step):
+            try:
+                self.restore(start)
+            except NonFiniteCheckpoint as error:
+                self.context.log_warning(f"{error.field}: {error.problem}")
+                failure = error
+                max_step = start.checkpoint.step - 1
+            else:
+                return start.checkpoint
+        if failure is not None:  # its tensors have been loaded
+            raise failure
+        return None

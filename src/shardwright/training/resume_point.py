@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwright.checkpoint.commit import list_step_folders
 from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.run_folder import RunFolder
@@ -13,6 +15,7 @@ from shardwright.checkpoint.run_values import RunValues, parse_values
 from shardwright.checkpoint.tensor_loading import (
     VerifiedCheckpoint,
     find_newest_checkpoint,
+    open_checkpoint,
     read_run_values,
 )
 from shardwright.config.preference import PreferenceSection
@@ -23,6 +26,8 @@ from shardwright.parallel.mesh import get_host_group
 from shardwright.peer_copies.memory import CopyId, get_process_memory
 from shardwright.peer_copies.recovery import find_copies, read_copied_values
 from shardwright.training.checks.run_checks import FIXED_TRAINING_FIELDS, ValidatedRun
+
+logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_DIFFERENCES = 20
 
@@ -134,6 +139,24 @@ def find_resume_point(
             "or resume anyway (--allow-drift FIELD)",
         )
     return ResumePoint(found, values, tuple(allowed))
+
+
+def find_rollback_point(folder: RunFolder, max_step: int) -> ResumePoint | None:
+    """Find the newest complete checkpoint of at most `max_step`. Collective; same on all ranks."""
+    group = get_host_group()
+    ranks = RankGroup(group)
+    folders = list_step_folders(folder.checkpoints) if ranks.is_first else []
+    for name in ranks.broadcast_first(
+        [found.path.name for found in reversed(folders) if found.step <= max_step]
+    ):
+        try:
+            path = folder.checkpoints / name
+            checkpoint = open_checkpoint(path, group=group, should_cache=True)
+        except CheckpointError as error:  # same on every rank
+            logger.warning("%s", error)
+        else:
+            return ResumePoint(checkpoint, read_run_values(checkpoint, group=group))
+    return None
 
 
 def list_changes(

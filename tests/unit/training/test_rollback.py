@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, read_tensor
 from shardwright.config.run import RollbackSection
-from shardwright.errors import NonFiniteError
+from shardwright.errors import NonFiniteCheckpoint, NonFiniteError
 from shardwright.telemetry.event_log import (
     RollbackEvent,
     WarningEvent,
@@ -26,15 +27,28 @@ from shardwright.training.run import train
 from tests.unit.training.test_loop import build_recipe
 
 BATCH = 2
+WEIGHT = "model.norm.weight"
 
 
 def train_run(
-    folder: Path, name: str, rollback: dict[str, Any] | None = None, **training: Any
+    folder: Path,
+    name: str,
+    rollback: dict[str, Any] | None = None,
+    *,
+    resume: bool = False,
+    allow_non_finite: bool = False,
+    **training: Any,
 ) -> Path:
     """Train eight steps with a checkpoint at every second one; return the run folder."""
     recipe = build_recipe(folder, name, max_steps=8, **training)
     section = recipe.checkpoint.model_copy(
-        update={"every_steps": 2, "keep_last": 4, "keep_best": False, "asynchronous": False}
+        update={
+            "every_steps": 2,
+            "keep_last": 2,
+            "keep_best": False,
+            "asynchronous": False,
+            "allow_non_finite": allow_non_finite,
+        }
     )
     elastic = recipe.elastic.model_copy(
         update={"rollback": None if rollback is None else RollbackSection(**rollback)}
@@ -43,7 +57,8 @@ def train_run(
     train(
         recipe.model_copy(
             update={"checkpoint": section, "elastic": elastic, "evaluation": evaluation}
-        )
+        ),
+        resume=resume,
     )
     return folder / name
 
@@ -71,6 +86,20 @@ def add_nan_gradients(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
             first = next(gradient for gradient in gradients if gradient is not None)
             first.view(-1)[0] = float("nan")
         return original(model, optimizer, **options)
+
+    monkeypatch.setattr(loop, "update_parameters", update)
+
+
+def add_infinite_weight(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Set a weight to infinity in the update of a step; later gradients are not finite."""
+    step_numbers = iter(range(1, 100))
+    original = loop.update_parameters
+
+    def update(model: Any, optimizer: Any, **options: Any) -> Any:
+        result = original(model, optimizer, **options)
+        if next(step_numbers) == step:
+            dict(model.named_parameters())[WEIGHT].data.view(-1)[0] = float("inf")
+        return result
 
     monkeypatch.setattr(loop, "update_parameters", update)
 
@@ -157,6 +186,30 @@ def test_too_many_steps_without_finite_gradients_cause_a_rollback(
     ).filter_by_type(RollbackEvent)
     assert (rollback_event.step, rollback_event.from_step) == (4, 6)
     assert "2 consecutive steps up to step 6" in rollback_event.reason
+
+
+def test_a_state_that_is_not_finite_is_not_continued(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rollback reads an older checkpoint, which skipped steps do not remove; a resume fails."""
+    problem = rf"step-0000000\d: 1 of its \d+ tensors contain NaN or infinity: model\.{WEIGHT}"
+    with pytest.MonkeyPatch.context() as patch:
+        add_infinite_weight(patch, 4)
+        events = read_events(train_run(tmp_path, "rolled-back", {}, max_skipped_steps=2))
+    (rollback_event,) = events.filter_by_type(RollbackEvent)
+    assert (rollback_event.step, rollback_event.from_step) == (2, 7)
+    warnings = [event.message for event in events.filter_by_type(WarningEvent)]
+    assert [bool(re.search(f"{problem}$", message)) for message in warnings] == [True, True]
+    with pytest.MonkeyPatch.context() as patch:
+        add_infinite_weight(patch, 2)
+        with pytest.raises(NonFiniteCheckpoint, match=problem):
+            train_run(tmp_path, "all", {}, max_skipped_steps=2)
+    with pytest.raises(NonFiniteCheckpoint, match=f"{problem}.*checkpoint.allow_non_finite: true"):
+        train_run(tmp_path, "all", resume=True, max_skipped_steps=2)
+    caplog.clear()
+    with pytest.raises(NonFiniteError):
+        train_run(tmp_path, "all", resume=True, allow_non_finite=True, max_skipped_steps=2)
+    assert re.search(problem, caplog.text)
 
 
 def test_a_nan_gradient_does_not_reach_the_moments(tmp_path: Path) -> None:
