@@ -6,15 +6,19 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from shardwright.checkpoint import part_exchange
 from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.storage_path import RemotePath
 from shardwright.checkpoint.tensor_loading import load_checkpoint
 from shardwright.checkpoint.tensor_saving import save_checkpoint
 from tests.multiprocess.pool import RankPool
@@ -95,12 +99,19 @@ def save_under(root: str, layout: str) -> None:
 
 
 def load_under(root: str, layout: str, written_by: str) -> None:
-    tensors = distribute_tensors(layout, blank=True)
-    values = load_checkpoint(Path(root) / "step-00000007", tensors)
-    assert values == {"layout": written_by, "cursor": 2**60}
+    """Load from a folder, and from the same folder as from a store, in rounds of few bytes."""
     expected = distribute_tensors(layout, blank=False)
-    for name, tensor in tensors.items():
-        assert torch.equal(read_local_bytes(tensor), read_local_bytes(expected[name])), name
+    folder = Path(root) / "step-00000007"
+    for path in (folder, RemotePath(str(folder), LocalFileSystem())):
+        tensors = distribute_tensors(layout, blank=True)
+        with (
+            patch.object(part_exchange, "SHORT_RUN_BYTES", 64),
+            patch.object(part_exchange, "_ROUND_BYTES", 64),
+        ):
+            values = load_checkpoint(path, tensors)
+        assert values == {"layout": written_by, "cursor": 2**60}
+        for name, tensor in tensors.items():
+            assert torch.equal(read_local_bytes(tensor), read_local_bytes(expected[name])), name
 
 
 @pytest.fixture(scope="module")

@@ -75,8 +75,13 @@ def test_a_run_resumes_under_another_layout(store: Server, tmp_path: Path) -> No
     client.rm("bucket/run/step-00000004", recursive=True)
     client.pipe_file("bucket/run/latest", b"step-00000002\n")
     steps = select_surviving_steps(read_events(tmp_path / "run"))
+    store.proxy.forget()
     second = train(recipe, "--nproc", "2", "--layout", "tp=2", "--resume")
     assert second.returncode == 0, second.stderr
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors"):
+        shard = f"run/step-00000002/{name}"
+        size = client.info(f"bucket/{shard}")["size"]
+        assert store.proxy.count_read_bytes(shard) == size, "once, by the rank that hashes it"
     events = read_events(tmp_path / "run")
     assert [event.step for event in events.filter_by_type(ResumeEvent)] == [2]
     assert [event.step for event in events.filter_by_type(CheckpointEvent)][-1] == 4

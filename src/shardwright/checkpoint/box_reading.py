@@ -16,11 +16,31 @@ import torch
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.header import HeaderEntry
 from shardwright.checkpoint.local_tensors import DTYPE_NAMES
-from shardwright.checkpoint.manifest import DTYPE_BYTES
+from shardwright.checkpoint.manifest import DTYPE_BYTES, StoredSlice
 from shardwright.checkpoint.storage_path import BLOCK_BYTES, SHORT_RUN_BYTES, ReadableFile
 from shardwright.errors import CheckpointError
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """Part `box` of a stored slice, relative to the slice, and the view of a tensor it fills."""
+
+    stored_slice: StoredSlice
+    box: Box
+    target: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the part."""
+        return self.box.num_elements * self.target.element_size()
+
+    def halve(self) -> Iterator[StoredPart]:
+        """Yield two halves along the first dimension of more than one element."""
+        for half in self.box.halve():
+            target = view_box(self.target, half.rebase(self.box))
+            yield StoredPart(self.stored_slice, half, target)
 
 
 @dataclass(frozen=True)
@@ -62,14 +82,15 @@ class BoxRead:
 
 
 def plan_reads(
-    file: ReadableFile, stored: HeaderEntry, shape: tuple[int, ...], box: Box, target: torch.Tensor
+    file: ReadableFile, stored: HeaderEntry, box: Box, target: torch.Tensor
 ) -> Iterator[BoxRead]:
-    """Yield the reads that fill `target` from part `box` of a stored slice of `shape`.
+    """Yield the reads that fill `target` from part `box` of a stored slice.
 
     A read is a contiguous run, or a span of at most a block whose runs are too short for a system
     call or request each. Otherwise the box is halved.
     """
     item = DTYPE_BYTES[stored.dtype]
+    shape = stored.shape
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     span_bytes = item * (
@@ -84,7 +105,7 @@ def plan_reads(
         yield BoxRead(file, stored.start_byte + item * start, span_bytes, strides, target)
         return
     for half in box.halve():
-        yield from plan_reads(file, stored, shape, half, view_box(target, half.rebase(box)))
+        yield from plan_reads(file, stored, half, view_box(target, half.rebase(box)))
 
 
 def group_reads(reads: Iterable[BoxRead]) -> Iterator[list[BoxRead]]:

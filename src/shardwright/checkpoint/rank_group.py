@@ -66,6 +66,23 @@ class RankGroup:
         dist.broadcast(data, src=source, group=self._group)
         return json.loads(bytes(data.cpu().numpy()))
 
+    def exchange(self, payloads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Send `payloads[r]`, bytes `[N]` in host memory, to rank r; return those for this rank."""
+        device = self._get_device()
+        sizes = torch.tensor([data_N.numel() for data_N in payloads], device=device)
+        received_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(received_sizes, sizes, group=self._group)
+        lengths = received_sizes.tolist()
+        received_N = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(
+            received_N,
+            torch.cat(payloads).to(device),
+            output_split_sizes=lengths,
+            input_split_sizes=sizes.tolist(),
+            group=self._group,
+        )
+        return list(received_N.cpu().split(lengths))
+
     def _get_device(self) -> torch.device:
         """Return the device that the group's collectives require."""
         backend = str(dist.get_backend(self._group))

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from shardwright.checkpoint.box_reading import (
     DTYPES,
     BoxRead,
+    StoredPart,
     group_reads,
     load_group,
     plan_reads,
     view_box,
 )
-from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import open_regular_file
 from shardwright.checkpoint.header import HeaderEntry, read_header
 from shardwright.checkpoint.integrity import (
@@ -39,7 +39,8 @@ from shardwright.checkpoint.local_tensors import (
     describe_local_tensor,
     find_non_finite,
 )
-from shardwright.checkpoint.manifest import VALUES_NAME, Manifest, StoredSlice
+from shardwright.checkpoint.manifest import VALUES_NAME, Manifest
+from shardwright.checkpoint.part_exchange import exchange_parts
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.rank_verification import (
     list_candidates_on_all_ranks,
@@ -206,7 +207,7 @@ def load_checkpoint(
     local_tensors = _match_tensors(ranks, verified, tensors)
     report: dict[str, Any] = {"fault": None, "non_finite": []}
     try:
-        _fill_tensors(local_tensors, verified)
+        _fill_tensors(local_tensors, verified, ranks)
         report["non_finite"] = find_non_finite(local_tensors)
     except (ShardwrightError, OSError, RuntimeError) as error:
         report["fault"] = str(error)
@@ -225,7 +226,7 @@ def load_checkpoint(
         )
     names = sorted({name for each in reports for name in each["non_finite"]})
     if names:
-        error = NonFiniteCheckpoint(
+        refusal = NonFiniteCheckpoint(
             f"{len(names)} of its {len(verified.manifest.tensors)} tensors contain NaN or "
             f"infinity: {_join_shown(names)}",
             field=str(verified.path),
@@ -233,9 +234,9 @@ def load_checkpoint(
             "it anyway (checkpoint.allow_non_finite: true)",
         )
         if not allow_non_finite:
-            raise error
+            raise refusal
         if ranks.is_first:
-            logger.warning("%s: %s", error.field, error.problem)
+            logger.warning("%s: %s", refusal.field, refusal.problem)
     return values
 
 
@@ -332,16 +333,29 @@ class _OpenFiles:
         return opened, entries[key]
 
 
-def _fill_tensors(local_tensors: Mapping[str, LocalTensor], checkpoint: VerifiedCheckpoint) -> None:
-    """Fill all tensors; from an object store by several requests at the same time."""
+def _fill_tensors(
+    local_tensors: Mapping[str, LocalTensor],
+    checkpoint: VerifiedCheckpoint,
+    ranks: RankGroup | None = None,
+) -> None:
+    """Fill all tensors; from an object store by several requests at the same time.
+
+    Args:
+        ranks: Ranks that load together and exchange what they have fetched. None: no others do.
+    """
     parts = _list_parts(local_tensors, checkpoint.manifest)
     with _OpenFiles(checkpoint) as files:
         if isinstance(checkpoint.path, Path):
             for read in _plan_reads(parts, files):
                 read.load()
             return
-        remote_parts = list(parts)
-        names = {stored_slice.file for stored_slice, _, _ in remote_parts}
+        cache = checkpoint.cache
+        remote_parts = (
+            exchange_parts(ranks, cache.blocks, parts, files.find)
+            if ranks is not None and ranks.world_size > 1 and cache is not None
+            else list(parts)
+        )
+        names = {part.stored_slice.file for part in remote_parts}
         with ThreadPoolExecutor(NUM_PARALLEL_READS, "checkpoint-download") as pool:
             try:
                 _run_all(pool, files.open, names)
@@ -361,20 +375,18 @@ def _run_all(
 
 def _list_parts(
     local_tensors: Mapping[str, LocalTensor], manifest: Manifest
-) -> Iterator[tuple[StoredSlice, Box, torch.Tensor]]:
-    """Yield every stored slice that local slices overlap, the part needed, and where it goes."""
+) -> Iterator[StoredPart]:
+    """Yield the needed part of every stored slice that local slices overlap."""
     for name, local_tensor in local_tensors.items():
         for local_slice in local_tensor.slices:
             for stored_slice in manifest.tensors[name].slices:
                 shared = local_slice.box.intersect(stored_slice.box)
                 if shared is not None:
                     target = view_box(local_slice.values, shared.rebase(local_slice.box))
-                    yield stored_slice, shared.rebase(stored_slice.box), target
+                    yield StoredPart(stored_slice, shared.rebase(stored_slice.box), target)
 
 
-def _plan_reads(
-    parts: Iterable[tuple[StoredSlice, Box, torch.Tensor]], files: _OpenFiles
-) -> Iterator[BoxRead]:
-    for stored_slice, box, target in parts:
-        file, stored = files.find(stored_slice.file, stored_slice.key)
-        yield from plan_reads(file, stored, stored_slice.box.lengths, box, target)
+def _plan_reads(parts: Iterable[StoredPart], files: _OpenFiles) -> Iterator[BoxRead]:
+    for part in parts:
+        file, stored = files.find(part.stored_slice.file, part.stored_slice.key)
+        yield from plan_reads(file, stored, part.box, part.target)

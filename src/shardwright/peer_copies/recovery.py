@@ -319,7 +319,7 @@ def _read_part(copy: HostCopy, delivery: _Delivery, box: Box, target: torch.Tens
     source = delivery.source
     entry = HeaderEntry(source.dtype, source.box.lengths, 0, copy.nbytes)
     part = box.rebase(source.box)
-    for read in plan_reads(_CopyFile(copy), entry, source.box.lengths, part, target):
+    for read in plan_reads(_CopyFile(copy), entry, part, target):
         read.load()
 
 
