@@ -216,7 +216,7 @@ def main() -> None:
         os.environ["AWS_ENDPOINT_URL"] = url
         client, _ = get_boto3()
         client.create_bucket(Bucket=BUCKET)
-        with RankPool(timeout_seconds=550.0) as pool:
+        with RankPool(timeout_seconds=550.0, backend="gloo") as pool:
             measured = pool.run(RANKS, measure_transfers, options.tensors, options.rounds)[0]
     size_bytes = options.tensors * 4 * 2**20
     sys.stdout.write(

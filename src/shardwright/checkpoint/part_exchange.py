@@ -121,6 +121,8 @@ def _fill_all(parts: list[StoredPart], data_N: torch.Tensor) -> None:
     """Copy bytes that `_read_all` has made into the parts."""
     position = 0
     for part in parts:
-        values = data_N[position : position + part.num_bytes].clone().view(part.target.dtype)
-        part.target.copy_(values.view(part.target.shape))
+        values_N = data_N[position : position + part.num_bytes]
+        if values_N.storage_offset() % part.target.element_size():
+            values_N = values_N.clone()  # parts of another dtype come first
+        part.target.copy_(values_N.view(part.target.dtype).view(part.target.shape))
         position += part.num_bytes
