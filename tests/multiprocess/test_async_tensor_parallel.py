@@ -32,7 +32,7 @@ from shardwright.rehearsal.collective_recorder import COLLECTIVE_NAMESPACES
 from shardwright.training.step import accumulate_gradients
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.grid import GRID_MODELS
-from tests.compiled_graphs import compile_boxed
+from tests.compiled_graphs import GraphCounter, compile_boxed
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_communication_results import MODELS, measure_step
@@ -56,10 +56,17 @@ def build_batch(num_sequences: int) -> MicroBatch:
 
 
 def compute_gradients(
-    layout: Layout, config: dict[str, Any], kind: RecomputeKind, batch: MicroBatch
+    layout: Layout,
+    config: dict[str, Any],
+    kind: RecomputeKind,
+    batch: MicroBatch,
+    *,
+    is_compiled: bool = False,
 ) -> list[Tensor]:
     model = build(layout, FP64, config)
     model.decoder.set_recompute(build_block_runner(model.decoder.shape, layout, kind))
+    if is_compiled:
+        GraphCounter().compile(model.decoder)
     accumulate_gradients(model, [batch], seed=0, step=0)
     return [gradient for gradient, _ in model.list_gradients() if gradient is not None]
 
@@ -257,9 +264,9 @@ def compare_fused_kernels(config: dict[str, Any]) -> list[float]:
     batch = build_batch(2)
     expected = compute_gradients(SPLIT_STREAM, config, "none", batch)
     distances = []
-    for kind in KINDS:
-        layout = replace(SPLIT_STREAM, async_tensor_parallel="fused")
-        gradients = compute_gradients(layout, config, kind, batch)
+    layout = replace(SPLIT_STREAM, async_tensor_parallel="fused")
+    for kind, is_compiled in [*((kind, False) for kind in KINDS), ("selective", True)]:
+        gradients = compute_gradients(layout, config, kind, batch, is_compiled=is_compiled)
         pairs = zip(gradients, expected, strict=True)
         distances.append(
             max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)
