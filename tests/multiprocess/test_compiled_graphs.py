@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
@@ -52,9 +53,11 @@ class CompiledCase(NamedTuple):
     layout: Layout
     recompute: RecomputeKind | SavedResults = "none"
     rules: ExpertRules = BALANCED
+    has_adapters: bool = False
 
     def __str__(self) -> str:
         limit = "" if self.rules.capacity_factor is None else "-limited"
+        limit += "-adapters" if self.has_adapters else ""
         kept = self.recompute
         kind = kept if isinstance(kept, str) else f"keep {' '.join(sorted(kept))}"
         return f"{self.model}-{self.layout}-{kind}{limit}"
@@ -82,7 +85,7 @@ LONG = [
     CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "full"),
     CompiledCase("llama", CHUNKED, "selective"),
     CompiledCase("llama", CHUNKED, frozenset(["gathered"])),
-    CompiledCase("gpt2", CHUNKED, "full"),
+    CompiledCase("gpt2", CHUNKED, "full", has_adapters=True),
     CompiledCase("deepseek", CHUNKED),
     CompiledCase("gemma2", replace(CHUNKED, sequence_parallel=False), "full"),
     CompiledCase("llama", Layout(cp=2, cp_method="ring")),
@@ -147,7 +150,8 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     Sparse blocks are compiled as in a run, without `fullgraph`, which would allow sizes that are
     read on the host by itself. A break would then make more graphs.
     """
-    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
+    adapters = AdapterSection(rank=2) if case.has_adapters else None
+    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model], adapters)
     model.decoder.expert_rules = case.rules
     set_recompute(model, case)
     expected = [run_step(model, step) for step in (0, 1)]
@@ -184,7 +188,8 @@ def test_layers_of_a_kind_share_one_graph(
     # Traced code of these calls torch's functional collectives, which need a C++ backend.
     has_shared_capacity = case.layout.cp > 1 and case.rules.capacity_factor is not None
     pool = ranks if case.layout.tp > 1 or has_shared_capacity else ordered_ranks
-    num_kinds = NUM_KINDS.get(case.model, 1)
+    # With adapters alone, the input of the first layer has no gradient.
+    num_kinds = NUM_KINDS.get(case.model, 1) + case.has_adapters
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
 
