@@ -58,8 +58,9 @@ class CompiledCase(NamedTuple):
     def __str__(self) -> str:
         limit = "" if self.rules.capacity_factor is None else "-limited"
         limit += "-adapters" if self.has_adapters else ""
-        kept = self.recompute
-        kind = kept if isinstance(kept, str) else f"keep {' '.join(sorted(kept))}"
+        kind = self.recompute
+        if isinstance(kind, frozenset):
+            kind = f"keep {' '.join(sorted(kind))}"
         return f"{self.model}-{self.layout}-{kind}{limit}"
 
 
@@ -139,9 +140,12 @@ def run_step(model: Any, step: int) -> list[Tensor]:
 
 def set_recompute(model: ParallelModel, case: CompiledCase) -> None:
     """Let all blocks recompute as the case says."""
-    shape, kind = model.decoder.shape, case.recompute
-    build_runner = build_layer_runner if isinstance(kind, frozenset) else build_block_runner
-    model.decoder.set_recompute(build_runner(shape, case.layout, kind))  # type: ignore[arg-type]
+    shape = model.decoder.shape
+    if isinstance(case.recompute, frozenset):
+        runner = build_layer_runner(shape, case.layout, case.recompute)
+    else:
+        runner = build_block_runner(shape, case.layout, case.recompute)
+    model.decoder.set_recompute(runner)
 
 
 def compare_with_eager(case: CompiledCase) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def send_tokens(rows_ND: Tensor) -> Callable[[], Tensor]:
 
 
 @pytest.mark.parametrize("begin", [send_rows, send_tokens])
-def test_what_is_sent_is_no_memory_that_compiled_code_reuses(
+def test_compiled_code_may_reuse_the_memory_of_sent_tensors(
     begin: Callable[[Tensor], Callable[[], Tensor]],
 ) -> None:
     def start(output: Tensor, rows: Tensor, *_: Any, **__: Any) -> Transfer:

@@ -8,16 +8,16 @@ An operator that begins communication returns a ticket, a number in host memory,
 here until an operator with this ticket waits for it. What is sent must stay here too: compiled code
 reuses the memory of a tensor after the last operator that takes it.
 
-    operator             waits for          its results are kept by a recomputation that keeps
-    launch_gathers       -                  the gathered tokens
-    multiply_arriving    chunk by chunk     the results of these products
-    gather_and_multiply  all                the results of these products (`fused`)
-    multiply_and_sum  all                the sum
-    multiply_arrived     what is pending    (gradients of weights)
-    launch_sums          -                  (gradients of inputs)
-    finish_sums          all                (gradients of inputs)
+    operator                waits for        a recomputation keeps its results with
+    launch_gathers          -                the gathered tokens
+    multiply_arriving       chunk by chunk   the results of these products
+    gather_and_multiply     all              the results of these products (`fused`)
+    multiply_and_sum        all              the sum
+    multiply_gathered_rows  what is pending  - (gradients of weights)
+    launch_sums             -                - (gradients of inputs)
+    finish_sums             all              - (gradients of inputs)
 
-Legend: as in `communication`; M rows.
+Legend: as in `communication`.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def _fake_gather_and_multiply(
 
 
 @torch.library.custom_op(
-    "shardwright::multiply_arrived",
+    "shardwright::multiply_gathered_rows",
     mutates_args=(),
     schema="(Tensor gathered, Tensor ticket, Tensor other, bool is_left, str name) -> Tensor",
 )
-def multiply_arrived(
+def multiply_gathered_rows(
     gathered: Tensor, ticket: Tensor, other_NO: Tensor, is_left: bool, name: str
 ) -> Tensor:
     """Multiply gathered rows and other rows, summed over rows: `gathered.t() @ other` if
@@ -144,8 +144,8 @@ def multiply_arrived(
     return left.t() @ right
 
 
-@multiply_arrived.register_fake
-def _fake_multiply_arrived(
+@multiply_gathered_rows.register_fake
+def _fake_multiply_gathered_rows(
     gathered: Tensor, ticket: Tensor, other_NO: Tensor, is_left: bool, name: str
 ) -> Tensor:
     shape = (gathered.shape[2], other_NO.shape[1])

@@ -121,7 +121,7 @@ class _GatheredProducts(torch.autograd.Function):
             matrix_gradient = None
             if needs_matrix:
                 gradient_NO = gradient.flatten(0, 1)
-                matrix_gradient = _multiply_arrived(
+                matrix_gradient = _multiply_gathered_rows(
                     pipeline, layer, gathered, ticket, gradient_NO, True
                 )
             results.append(matrix_gradient)
@@ -194,7 +194,7 @@ class _ReducedProducts(torch.autograd.Function):
             if pipeline.sequence_parallel:
                 x_NI = pipeline.sort_by_chunk(x_BLI.detach(), gathered.shape[0]).flatten(0, 1)
             matrix_gradients.append(
-                _multiply_arrived(pipeline, layer, gathered, ticket, x_NI, False)
+                _multiply_gathered_rows(pipeline, layer, gathered, ticket, x_NI, False)
             )
         return None, None, *input_gradients, *matrix_gradients
 
@@ -279,7 +279,7 @@ def _launch_sums(
     return finish
 
 
-def _multiply_arrived(
+def _multiply_gathered_rows(
     pipeline: PipelinedProducts,
     layer: LayerReference,
     gathered: Tensor,
@@ -290,7 +290,7 @@ def _multiply_arrived(
     """Compute a weight's gradient from gathered rows, inputs or gradients, and the other factor."""
     if ticket is not None:
         is_left = is_input == layer.rule.is_transposed
-        product: Tensor = operators.multiply_arrived(
+        product: Tensor = operators.multiply_gathered_rows(
             gathered, ticket, other_NO, is_left, pipeline.name
         )
         return product
