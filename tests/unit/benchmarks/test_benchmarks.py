@@ -190,7 +190,7 @@ def make_cpu_result(speed: float, memory: float) -> dict[str, Any]:
 
 def test_a_missed_goal_is_reported_with_its_size() -> None:
     page = table.render(make_cpu_result(speed=1.035, memory=1.2), notes="Because of the weather.")
-    assert "speed 1.03, goal 1.15 (10% short)" in page
+    assert "speed 1.03, goal 1.10 (6% short)" in page
     assert "memory 1.20, goal 1.00 (20% over)" in page
     assert "Because of the weather." in page
     assert "skipped trainer: not here" in page
