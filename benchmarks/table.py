@@ -39,7 +39,7 @@ Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table
 synthetic tokens, {precision} compute with fp32 master weights and moments, fused AdamW, gradients
 clipped to 1. Contenders of a case run in turn, each visit in a new process. MFU is model FLOPs
 (causal attention, no recomputation counted) over the best square matrix product measured right
-before the case."""
+before the case. Graph breaks are the places where torch.compile stopped tracing."""
 
 
 def main() -> None:
@@ -181,6 +181,7 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
             "MFU",
             "allocated GiB",
             "reserved GiB",
+            "graph breaks",
             "first, last loss",
         )
         sections.append(f"## {shape}\n\n{_render_table(header, rows)}")
@@ -245,13 +246,14 @@ def _format_memory(measured: float | None, predicted: float) -> list[str]:
 
 def _format_gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
-        return (row["failed"], "", "", "", "")
+        return (row["failed"], "", "", "", "", "")
     peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
     gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
     return (
         _format_rate(row),
         f"{row['mfu']:.1%}",
         *gib,
+        str(row.get("graph_breaks", "")),
         f"{row['first_loss']:.3f}, {row['last_loss']:.3f}",
     )
 
