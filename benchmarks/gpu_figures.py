@@ -26,6 +26,7 @@ def summarise(
         )
         or None,
         "peak_rss_bytes": max(reply["peak_rss_bytes"] for reply in replies),
+        "graph_breaks": max(reply.get("graph_breaks", 0) for reply in replies),
         "warmup_seconds": replies[0]["warmup_seconds"],
         "first_loss": replies[0]["losses"][0],
         "last_loss": replies[0]["losses"][-1],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,7 @@ class Pace:
             "seconds": seconds,
             "cpu_seconds": cpu_seconds,
             "losses": losses,
+            "graph_breaks": count_graph_breaks(),
         } | self._read_memory()
         if self._allocation_counter is not None:
             assert self.count_resident_bytes is not None
@@ -116,6 +118,12 @@ class Pace:
             self.details["high_water_since"] = "start of the process: this kernel cannot reset it"
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+
+
+def count_graph_breaks() -> int:
+    """Count the places where torch.compile has broken a graph in this process."""
+    module = sys.modules.get("torch._dynamo.utils")
+    return 0 if module is None else sum(module.counters["graph_break"].values())
 
 
 def read_peak_rss_bytes() -> int:

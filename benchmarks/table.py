@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.contenders import TITLES
 
-CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.15, "trainer": 1.2}
+CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.1, "trainer": 1.15}
 """Goal for shardwright's tokens per second over the contender's, at no more memory."""
 OURS = "shardwright"
 
@@ -25,8 +25,8 @@ comparison all contenders start from the same weights, read the same tokens and 
 with the same gradient clipping. All are alive at once and timed in turn, so a slow minute affects
 all of them. *Speed* and *memory* are shardwright over the contender: above 1 is faster, below 1 is
 smaller. Memory is the largest resident high-water mark of a rank while it trains (with imports),
-measured in the same way for all. Goals: speed at least 1.00 against the hand-written loops, 1.15
-against DeepSpeed, 1.20 against Trainer; memory at most 1.00."""
+measured in the same way for all. Goals: speed at least 1.00 against the hand-written loops, 1.10
+against DeepSpeed, 1.15 against Trainer; memory at most 1.00."""
 CPU_PREDICTIONS = """\
 Predictions of our runs from rates measured on the same two ranks right before each comparison. The
 error of the step is measured over predicted tokens/s, less one. Bytes of tensors are those of the
@@ -39,7 +39,7 @@ Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table
 synthetic tokens, {precision} compute with fp32 master weights and moments, fused AdamW, gradients
 clipped to 1. Contenders of a case run in turn, each visit in a new process. MFU is model FLOPs
 (causal attention, no recomputation counted) over the best square matrix product measured right
-before the case."""
+before the case. Graph breaks are the places where torch.compile stopped tracing."""
 
 
 def main() -> None:
@@ -181,6 +181,7 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
             "MFU",
             "allocated GiB",
             "reserved GiB",
+            "graph breaks",
             "first, last loss",
         )
         sections.append(f"## {shape}\n\n{_render_table(header, rows)}")
@@ -245,13 +246,14 @@ def _format_memory(measured: float | None, predicted: float) -> list[str]:
 
 def _format_gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
-        return (row["failed"], "", "", "", "")
+        return (row["failed"], "", "", "", "", "")
     peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
     gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
     return (
         _format_rate(row),
         f"{row['mfu']:.1%}",
         *gib,
+        str(row.get("graph_breaks", "")),
         f"{row['first_loss']:.3f}, {row['last_loss']:.3f}",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,18 +70,35 @@ class GraphCounter:
         return self.num_forward, self.num_backward
 
 
+PIPELINED_COMMUNICATION = (
+    "launch_gathers",
+    "gather_and_multiply",
+    "multiply_and_sum",
+    "launch_sums",
+)
+"""Operators that begin to communicate beside products."""
+
+
 def _count_collectives(graph: Any) -> int:
-    targets = [str(node.target) for node in graph.graph.nodes]
+    targets = [str(node.target).split(".") for node in graph.graph.nodes]
     return sum(
-        target.startswith("_c10d_functional.") and "wait_tensor" not in target for target in targets
+        (target[0] == "_c10d_functional" and target[1] != "wait_tensor")
+        or (target[0] == "shardwright" and target[1] in PIPELINED_COMMUNICATION)
+        for target in targets
     )
 
 
-def compile_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function to one graph whose operations run one by one."""
+def compile_boxed(
+    function: Callable[..., Any], context: AbstractContextManager[Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a function to one graph whose operations run one by one, inside the context."""
 
     def box(graph: Any, _inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        return make_boxed_func(graph.forward)
+        def run(*arguments: Any) -> Any:
+            with context or nullcontext():
+                return graph.forward(*arguments)
+
+        return make_boxed_func(run)
 
     backend = aot_autograd(fw_compiler=box, bw_compiler=box)
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)

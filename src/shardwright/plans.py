@@ -209,8 +209,11 @@ def complete_plan(
     choice = auto_precision if recipe.precision.kind == "auto" else None
     compilation = None
     if recipe.model.compile == "auto" and auto_compilation is not None:
-        obstacle = _find_compile_obstacle(placement)
-        compilation = auto_compilation if obstacle is None else CompileChoice(False, obstacle)
+        compilation = auto_compilation
+        if isinstance(placement.shape, HFShape):
+            compilation = CompileChoice(
+                False, f"the model runs through transformers' {placement.shape.class_name}"
+            )
     plan = Plan(
         placement,
         batch,
@@ -303,16 +306,6 @@ def balance_work(plan: Plan, *, has_documents: bool) -> Plan:
         is_padded=not has_documents and plan.batch.row_multiple is not None,
     )
     return replace(plan, batch=replace(plan.batch, balance=balance))
-
-
-def _find_compile_obstacle(placement: Placement) -> str | None:
-    """Return why blocks of this model under this layout cannot be compiled; None if they can."""
-    layout = placement.layout
-    if isinstance(placement.shape, HFShape):
-        return f"the model runs through transformers' {placement.shape.class_name}"
-    if layout.async_tensor_parallel in ("chunked", "fused"):
-        return "layout.async_tensor_parallel runs outside compiled code"
-    return None
 
 
 def resolve_degrees(recipe: Recipe, world_size: int) -> tuple[Layout, BatchPlan]:

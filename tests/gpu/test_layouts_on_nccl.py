@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.routing import Routing
 from shardwright.parallel.expert_parallel import TokenDispatcher
-from shardwright.parallel.pipelined_products import PipelinedProducts
+from shardwright.parallel.pipelined.products import PipelinedProducts
 from shardwright.parallel.tensor_parallel import TensorParallel
 from shardwright.schedule import PIPELINE_SCHEDULES
 from shardwright.training.run import train
@@ -186,19 +188,23 @@ def measure_feed_forward(rank: int, folder: Path) -> None:
     x = torch.randn(1, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     expected: Tensor | None = None
     results = {}
-    for overlap in OVERLAPS:
+    for overlap, is_compiled in product(OVERLAPS, (False, True)):
         pipeline = None if overlap == "none" else PipelinedProducts(group, overlap, True)
-        tensor_parallel = TensorParallel(group, True, pipeline)
+        compute: Callable[[Tensor], Tensor] = partial(
+            layer, tensor_parallel=TensorParallel(group, True, pipeline)
+        )
+        if is_compiled:
+            compute = torch.compile(compute, fullgraph=True)
 
-        def step(tensor_parallel: TensorParallel = tensor_parallel) -> Tensor:
-            output = layer(x, tensor_parallel)
+        def step(compute: Callable[[Tensor], Tensor] = compute) -> Tensor:
             inputs = [x, *layer.parameters()]
-            return torch.autograd.grad(output.float().square().sum(), inputs)[0]
+            return torch.autograd.grad(compute(x).float().square().sum(), inputs)[0]
 
         gradient = step()
         expected = gradient if expected is None else expected
         distance = float((gradient - expected).abs().max() / expected.abs().max())
-        results[overlap] = (time_steps(step), distance)
+        name = f"{overlap}, compiled" if is_compiled else overlap
+        results[name] = (time_steps(step), distance)
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,13 +25,14 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout.saved_results import SavedResults
 from shardwright.model.products.linear import Linear
-from shardwright.parallel import pipelined_products
-from shardwright.parallel.pipelined_products import PipelinedProducts
+from shardwright.parallel.pipelined import communication, operators
+from shardwright.parallel.pipelined.products import PipelinedProducts
 from shardwright.parallel.recompute import build_block_runner
 from shardwright.rehearsal.collective_recorder import COLLECTIVE_NAMESPACES
 from shardwright.training.step import accumulate_gradients
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.grid import GRID_MODELS
+from tests.compiled_graphs import GraphCounter, compile_boxed
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_communication_results import MODELS, measure_step
@@ -54,10 +56,17 @@ def build_batch(num_sequences: int) -> MicroBatch:
 
 
 def compute_gradients(
-    layout: Layout, config: dict[str, Any], kind: RecomputeKind, batch: MicroBatch
+    layout: Layout,
+    config: dict[str, Any],
+    kind: RecomputeKind,
+    batch: MicroBatch,
+    *,
+    is_compiled: bool = False,
 ) -> list[Tensor]:
     model = build(layout, FP64, config)
     model.decoder.set_recompute(build_block_runner(model.decoder.shape, layout, kind))
+    if is_compiled:
+        GraphCounter().compile(model.decoder)
     accumulate_gradients(model, [batch], seed=0, step=0)
     return [gradient for gradient, _ in model.list_gradients() if gradient is not None]
 
@@ -74,7 +83,7 @@ def compare_with_blocking(
     results = []
     pipelined = replace(layout, async_tensor_parallel="chunked")
     for kind in KINDS:
-        with patch.object(pipelined_products, "MAX_TENSOR_CHUNKS", max_chunks):
+        with patch.object(communication, "MAX_TENSOR_CHUNKS", max_chunks):
             gradients = compute_gradients(pipelined, config, kind, batch)
         pairs = list(zip(gradients, expected, strict=True))
         distance = max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)
@@ -107,14 +116,17 @@ class OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace == "shardwright":
+            with self:  # the calls inside an operator of compiled code
+                return getattr(operators, name)._init_fn(*args, **(kwargs or {}))
         if func.namespace in COLLECTIVE_NAMESPACES:
             self.calls.append("gather" if "gather" in name else "sum")
-        elif name in ("mm", "addmm"):
+        elif name in ("mm", "addmm", "matmul"):
             self.calls.append("product")
         return func(*args, **(kwargs or {}))
 
 
-def record_calls(sequence_parallel: bool) -> list[list[str]]:
+def record_calls(sequence_parallel: bool, is_compiled: bool) -> list[list[str]]:
     """Record the passes of two layers over gathered tokens, then of one whose result is summed."""
     group = dist.group.WORLD
     assert group is not None
@@ -122,9 +134,19 @@ def record_calls(sequence_parallel: bool) -> list[list[str]]:
     wait = pipeline.wait
     layers = [Linear(8, 8, bias=False) for _ in range(3)]
     x = torch.randn(1, 4, 8, requires_grad=True)
-    operands = [layer.get_operands(x.dtype) for layer in layers]
     passes = []
-    with OperationRecorder() as recorder:
+
+    def multiply(x: Tensor) -> list[Tensor]:
+        return pipeline.multiply_gathered(x, [each.get_operands(x.dtype) for each in layers[:2]])
+
+    def reduce(x: Tensor) -> Tensor:
+        return pipeline.multiply_and_reduce([x], [layers[2].get_operands(x.dtype)])
+
+    recorder = OperationRecorder()
+    if is_compiled:
+        multiply, reduce = compile_boxed(multiply, recorder), compile_boxed(reduce, recorder)
+    # A compiler traces nothing while a recorder is active outside.
+    with nullcontext() if is_compiled else recorder:
 
         def record_wait(_self: PipelinedProducts, works: Sequence[Any]) -> None:
             recorder.calls.append("wait")
@@ -136,32 +158,31 @@ def record_calls(sequence_parallel: bool) -> list[list[str]]:
 
         with (
             patch.object(PipelinedProducts, "wait", record_wait),
-            patch.object(pipelined_products, "MAX_TENSOR_CHUNKS", 2),
+            patch.object(communication, "MAX_TENSOR_CHUNKS", 2),
         ):
-            products = pipeline.multiply_gathered(x, operands[:2])
+            products = multiply(x)
             end_pass()
             torch.autograd.backward(products, [torch.ones_like(each) for each in products])
             end_pass()
-            reduced = pipeline.multiply_and_reduce(
-                [products[0].detach().requires_grad_()], operands[2:]
-            )
+            reduced = reduce(products[0].detach().requires_grad_())
             end_pass()
             reduced.sum().backward()
             end_pass()
     return passes
 
 
-def test_chunks_are_communicated_beside_products(gloo_ranks: RankPool) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_chunks_are_communicated_beside_products(gloo_ranks: RankPool, is_compiled: bool) -> None:
     gathers = ["gather", "gather"]
     weights = ["product", "product"]
-    for passes in gloo_ranks.run(2, record_calls, True):
+    for passes in gloo_ranks.run(2, record_calls, True, is_compiled):
         assert passes == [
             [*gathers, "wait", "product", "product", "wait", "product", "product"],
             [*["product", "product", "sum"] * 2, *weights, "wait"],
             [*["product", "sum"] * 2, "wait"],
             [*gathers, "wait", "product", "wait", "product", "product"],
         ]
-    for passes in gloo_ranks.run(2, record_calls, False):
+    for passes in gloo_ranks.run(2, record_calls, False, is_compiled):
         assert passes == [
             weights,
             ["product", "product", "sum", *weights, "wait"],
@@ -243,9 +264,9 @@ def compare_fused_kernels(config: dict[str, Any]) -> list[float]:
     batch = build_batch(2)
     expected = compute_gradients(SPLIT_STREAM, config, "none", batch)
     distances = []
-    for kind in KINDS:
-        layout = replace(SPLIT_STREAM, async_tensor_parallel="fused")
-        gradients = compute_gradients(layout, config, kind, batch)
+    layout = replace(SPLIT_STREAM, async_tensor_parallel="fused")
+    for kind, is_compiled in [*((kind, False) for kind in KINDS), ("selective", True)]:
+        gradients = compute_gradients(layout, config, kind, batch, is_compiled=is_compiled)
         pairs = zip(gradients, expected, strict=True)
         distances.append(
             max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)

@@ -4,6 +4,7 @@ results; context and expert parallelism in NCCL's order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -12,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout, RankGrid
+from shardwright.layout.saved_results import SavedResults
 from shardwright.model import DropoutKey
 from shardwright.model.products.split_backward import DeferredGraph
 from shardwright.model.routing import ExpertRules
 from shardwright.parallel import row_exchange
-from shardwright.parallel.recompute import build_block_runner
+from shardwright.parallel.parallel_model import ParallelModel
+from shardwright.parallel.recompute import build_block_runner, build_layer_runner
 from shardwright.training.step import accumulate_gradients
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
@@ -47,16 +51,25 @@ class CompiledCase(NamedTuple):
 
     model: str
     layout: Layout
-    recompute: RecomputeKind = "none"
+    recompute: RecomputeKind | SavedResults = "none"
     rules: ExpertRules = BALANCED
+    has_adapters: bool = False
 
     def __str__(self) -> str:
         limit = "" if self.rules.capacity_factor is None else "-limited"
-        return f"{self.model}-{self.layout}-{self.recompute}{limit}"
+        limit += "-adapters" if self.has_adapters else ""
+        kind = self.recompute
+        if isinstance(kind, frozenset):
+            kind = f"keep {' '.join(sorted(kind))}"
+        return f"{self.model}-{self.layout}-{kind}{limit}"
+
+
+CHUNKED = Layout(tp=2, async_tensor_parallel="chunked")
 
 
 CASES_ON_TWO_RANKS = [
     CompiledCase("llama", Layout(tp=2), "selective"),
+    CompiledCase("llama", CHUNKED, frozenset(["projections", "gate_up"])),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ring"), "full"),
     CompiledCase("mixtral", Layout(cp=2, cp_method="ulysses")),
     CompiledCase(
@@ -71,6 +84,11 @@ LONG = [
     CompiledCase("llama", Layout(tp=2)),
     CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "selective"),
     CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "full"),
+    CompiledCase("llama", CHUNKED, "selective"),
+    CompiledCase("llama", CHUNKED, frozenset(["gathered"])),
+    CompiledCase("gpt2", CHUNKED, "full", has_adapters=True),
+    CompiledCase("deepseek", CHUNKED),
+    CompiledCase("gemma2", replace(CHUNKED, sequence_parallel=False), "full"),
     CompiledCase("llama", Layout(cp=2, cp_method="ring")),
     CompiledCase("gpt2", Layout(cp=2, cp_method="ulysses"), "selective"),
     CompiledCase("gemma2", Layout(cp=2, cp_method="all_gather"), "selective"),
@@ -95,6 +113,7 @@ SPLIT = [
     CompiledCase("llama", Layout(pp=2, schedule="zb_h1"), "full"),
     CompiledCase("gpt2", Layout(pp=2, schedule="zbv", virtual_stages=2)),
     CompiledCase("llama", Layout(pp=2, tp=2, schedule="zb_h1"), "selective"),
+    CompiledCase("llama", replace(CHUNKED, pp=2, schedule="zb_h1"), "full"),
     CompiledCase("mixtral", Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"), "full"),
     CompiledCase("llama", Layout(dp_shard=2, pp=2, zero_stage=3, schedule="zb_h1"), "selective"),
     CompiledCase("gemma2", Layout(cp=2, cp_method="ring", pp=2, schedule="zbv")),
@@ -119,16 +138,26 @@ def run_step(model: Any, step: int) -> list[Tensor]:
     return [gradient.clone() for gradient in gathered if gradient is not None]
 
 
+def set_recompute(model: ParallelModel, case: CompiledCase) -> None:
+    """Let all blocks recompute as the case says."""
+    shape = model.decoder.shape
+    if isinstance(case.recompute, frozenset):
+        runner = build_layer_runner(shape, case.layout, case.recompute)
+    else:
+        runner = build_block_runner(shape, case.layout, case.recompute)
+    model.decoder.set_recompute(runner)
+
+
 def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     """Run two steps, eager and compiled; return the numbers of graphs.
 
     Sparse blocks are compiled as in a run, without `fullgraph`, which would allow sizes that are
     read on the host by itself. A break would then make more graphs.
     """
-    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
+    adapters = AdapterSection(rank=2) if case.has_adapters else None
+    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model], adapters)
     model.decoder.expert_rules = case.rules
-    runner = build_block_runner(model.decoder.shape, case.layout, case.recompute)
-    model.decoder.set_recompute(runner)
+    set_recompute(model, case)
     expected = [run_step(model, step) for step in (0, 1)]
     counter = GraphCounter()
     counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
@@ -141,12 +170,14 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     num_sparse = sum(layer.sparse for layer in model.decoder.shape.layers)
     assert reads.call_count == (2 * num_sparse if case.layout.ep > 1 else 0)
     if case.model == "llama" and case.layout.tp > 1:
-        # Recomputation takes the results of collectives from the forward pass; `full` repeats all
-        # but the last one, which nothing needs.
-        repeated = 3 if case.layout.sequence_parallel else 1
-        assert counter.num_backward_collectives == counter.num_forward_collectives + (
-            repeated if case.recompute == "full" else 0
-        )
+        assert counter.num_forward_collectives == (4 if case.layout.sequence_parallel else 2)
+        # Recomputation repeats the collectives whose results it does not keep, but not the last
+        # one, which nothing needs.
+        num_repeated = 0
+        if case.recompute == "full" or isinstance(case.recompute, frozenset):
+            keeps_inputs = "gathered" in case.recompute or not case.layout.sequence_parallel
+            num_repeated = 1 if keeps_inputs else 3
+        assert counter.num_backward_collectives == counter.num_forward_collectives + num_repeated
     return counter.counts
 
 
@@ -161,7 +192,8 @@ def test_layers_of_a_kind_share_one_graph(
     # Traced code of these calls torch's functional collectives, which need a C++ backend.
     has_shared_capacity = case.layout.cp > 1 and case.rules.capacity_factor is not None
     pool = ranks if case.layout.tp > 1 or has_shared_capacity else ordered_ranks
-    num_kinds = NUM_KINDS.get(case.model, 1)
+    # With adapters alone, the input of the first layer has no gradient.
+    num_kinds = NUM_KINDS.get(case.model, 1) + case.has_adapters
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
 
@@ -173,8 +205,7 @@ def compare_split_with_eager(case: CompiledCase) -> None:
     """
     model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
     assert model.pipeline is not None
-    runner = build_block_runner(model.decoder.shape, case.layout, case.recompute)
-    model.decoder.set_recompute(runner)
+    set_recompute(model, case)
     data_rank = RankGrid(case.layout).data_rank(dist.get_rank())
 
     def collect_gradients() -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
@@ -40,10 +42,14 @@ LAYOUTS = [
 
 
 def build(
-    layout: Layout, precision: PrecisionSection, config: dict[str, Any] = LLAMA
+    layout: Layout,
+    precision: PrecisionSection,
+    config: dict[str, Any] = LLAMA,
+    adapters: AdapterSection | None = None,
 ) -> ParallelModel:
     batch = BatchPlan(TOKENS, 2, 2, layout.data_ranks)
-    return build_model(read_config(config), layout, batch, precision, seed=SEED)
+    shape = add_adapters(read_config(config), adapters)
+    return build_model(shape, layout, batch, precision, seed=SEED)
 
 
 def micro_batches(rank: int) -> list[MicroBatch]:

@@ -32,10 +32,10 @@ class LayoutSection(RecipeSection):
     """With `tp`: also shard norms and the residual stream over the sequence, which saves their
     memory at no extra communication."""
     async_tensor_parallel: Literal["none", "auto", "chunked", "fused"] = "none"
-    """Overlap of tensor-parallel communication with products, in blocks that are not compiled.
-    `chunked`: chunks of tokens are communicated beside the products of others, and gradients are
-    summed behind those of weights. `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks
-    of one node) in place of chunks. `auto`: `fused` where it is available, else none."""
+    """Overlap of tensor-parallel communication with products. `chunked`: chunks of tokens are
+    communicated beside the products of others, and gradients are summed behind those of weights.
+    `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
+    `auto`: `fused` where it is available, else none."""
     expert_dispatch: Literal["whole", "halves", "auto"] = "whole"
     """Order of exchanges and experts under `ep`. `whole`: all rows are sent to their experts,
     computed and returned. `halves`: one half of the tokens' rows are sent beside the experts of

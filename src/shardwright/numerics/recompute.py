@@ -72,6 +72,8 @@ _SAVED_OPERATION_NAMES = frozenset(
         "aten::_scaled_grouped_mm_v2",
         "shardwright::grouped_product",
         "shardwright::scaled_product_by_expert",
+        "shardwright::multiply_arriving",
+        "shardwright::gather_and_multiply",
         "shardwright::row_attention",
         "torch_attn::_varlen_attn",
         "flex_attention",
@@ -80,6 +82,12 @@ _SAVED_OPERATION_NAMES = frozenset(
 )
 """Names of operators that are registered when their modules are imported: our own, torch's for
 documents, and FlexAttention, in compiled code and compiled by itself."""
+
+
+_COMMUNICATING_OPERATION_NAMES = frozenset(
+    {"shardwright::launch_gathers", "shardwright::multiply_and_sum"}
+)
+"""Operators of compiled code whose results are those of collectives."""
 
 
 class SavedCommunication(NamedTuple):
@@ -132,7 +140,10 @@ def _build_rule(
         if communication is None:
             return is_saved(operation)
         name = communication.get_result_name()
-        if operation.namespace == "_c10d_functional":
+        if (
+            operation.namespace == "_c10d_functional"
+            or operation.name() in _COMMUNICATING_OPERATION_NAMES
+        ):
             return name in communication.names
         if name == "partial_product" and operation.name() in communication.partial_products:
             return False

@@ -185,8 +185,9 @@ def _fake_sort_received(received_Pe: Tensor, host_counts_2P: Tensor) -> Tensor:
     return received_Pe.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-_pending: dict[int, tuple[Tensor, Any]] = {}
-"""Buffer and work of each exchange that has been started and not finished, by its ticket."""
+_pending: dict[int, tuple[Tensor, Tensor, Any]] = {}
+"""Rows that are sent, buffer of those received, and work of each exchange that has been started
+and not finished, by its ticket."""
 
 _tickets = itertools.count(1)
 
@@ -201,14 +202,15 @@ def _start_exchange(
 ) -> Tensor:
     send, receive = host_counts_2P.tolist()
     if order_R is None:
-        rows_XD = rows_XD.contiguous()
+        # Inductor reuses the memory of the input after this operator, while it is still sent.
+        rows_XD = rows_XD.clone(memory_format=torch.contiguous_format)
     else:
         rows_XD = rows_XD.index_select(0, invert_order(order_R))
         send, receive = receive, send
     buffer_XD = rows_XD.new_empty(sum(receive), rows_XD.shape[1])
     work = start_all_to_all(buffer_XD, rows_XD, receive, send, _groups_by_name[group_name])
     ticket = next(_tickets)
-    _pending[ticket] = buffer_XD, work
+    _pending[ticket] = rows_XD, buffer_XD, work
     return torch.tensor(ticket, dtype=torch.float64)
 
 
@@ -235,7 +237,7 @@ def _finish_exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    buffer_XD, work = _pending.pop(int(ticket.item()))
+    _, buffer_XD, work = _pending.pop(int(ticket.item()))
     wait_all_to_all(work)
     return buffer_XD if order_R is None else buffer_XD.index_select(0, order_R)
 

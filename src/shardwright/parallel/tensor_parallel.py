@@ -27,7 +27,7 @@ from shardwright.model.result_names import STATISTICS, name_results
 from shardwright.numerics import VocabularyShard
 from shardwright.parallel import collectives
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.pipelined_products import PipelinedProducts
+from shardwright.parallel.pipelined.products import PipelinedProducts
 
 
 def build_tensor_parallel(layout: Layout, mesh: Mesh | None) -> TensorParallel | None:

@@ -60,6 +60,9 @@ CASES: dict[str, Case] = {
     "compiled, bf16, DDP": replace(COMPILED, layout=Layout(dp_replicate=2)),
     "compiled, bf16, ZeRO-3": replace(COMPILED, layout=SHARDED),
     "compiled, bf16, tp, sp": replace(COMPILED, layout=Layout(tp=2, sequence_parallel=True)),
+    "compiled, bf16, tp, sp, chunked": replace(
+        COMPILED, layout=Layout(tp=2, async_tensor_parallel="chunked")
+    ),
     "compiled, bf16, cp ring, packed documents": replace(
         COMPILED, layout=Layout(cp=2, cp_method="ring"), has_documents=True
     ),

@@ -67,23 +67,11 @@ def test_an_overlap_that_cannot_run_is_refused_and_auto_has_the_reason(
         assert plan.as_dict()["async_tensor_parallel_reason"] == plan.async_tensor_parallel_reason
 
 
-def test_compiled_blocks_do_not_overlap(tmp_path: Path) -> None:
-    def build(overlap: str, compiles: bool | str) -> Any:
-        layout = {"tp": 2, "async_tensor_parallel": overlap}
-        recipe = build_recipe(tmp_path, layout=layout)
-        model = recipe.model.model_copy(update={"compile": compiles})
-        recipe = recipe.model_copy(update={"model": model})
-        return validate_run(recipe, 2, auto_compilation=COMPILED).plan
-
-    with pytest.raises(RecipeError, match=r"blocks are compiled.*leave model\.compile at auto"):
-        build("chunked", True)
-    chunked = build("chunked", "auto")
-    assert chunked.layout.async_tensor_parallel == "chunked"
-    assert not chunked.is_compiled
-    assert "outside compiled code" in str(chunked.compile_reason)
-    automatic = build("auto", "auto")
-    assert automatic.is_compiled
-    assert automatic.layout.async_tensor_parallel == "none"
+def test_compiled_blocks_overlap(tmp_path: Path) -> None:
+    recipe = build_recipe(tmp_path, layout={"tp": 2, "async_tensor_parallel": "chunked"})
+    plan = validate_run(recipe, 2, auto_compilation=COMPILED).plan
+    assert plan.layout.async_tensor_parallel == "chunked"
+    assert plan.is_compiled
 
 
 def test_fused_kernels_need_symmetric_memory(tmp_path: Path) -> None:
@@ -100,6 +88,10 @@ def test_fused_kernels_need_symmetric_memory(tmp_path: Path) -> None:
             )
         with patch.object(torch.cuda, "can_device_access_peer", return_value=True):
             assert find_fused_obstacle(plan, has_cuda=True) is None
+            compiled = replace(plan, is_compiled=True)
+            assert find_fused_obstacle(compiled, has_cuda=True) is None
+            budget = replace(compiled, recompute="auto")
+            assert "recompute within a budget" in str(find_fused_obstacle(budget, has_cuda=True))
             with patch.object(async_tensor_parallel, "_has_fused_kernels", return_value=False):
                 assert "PyTorch 2.7 or later" in str(find_fused_obstacle(plan, has_cuda=True))
 

@@ -103,9 +103,7 @@ class Linear(nn.Module):
         is_pipelined = self.scaled is None and self.weight.dtype != torch.uint8
         if self.enabled_adapters is not None:
             is_pipelined &= self.enabled_adapters.is_additive
-        if not is_pipelined or torch.compiler.is_compiling():
-            return None
-        return tensor_parallel.pipeline
+        return tensor_parallel.pipeline if is_pipelined else None
 
     @property
     def enabled_adapters(self) -> AdapterShape | None:

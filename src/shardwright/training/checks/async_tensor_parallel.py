@@ -45,9 +45,7 @@ def resolve_async_tensor_parallel(recipe: Recipe, plan: Plan) -> Plan:
         field=_FIELD,
         got=setting,
         allowed="none, auto" if _find_model_obstacle(plan) else "none, auto, chunked",
-        remedy="Remove the key"
-        if not plan.is_compiled
-        else "Remove the key, or leave model.compile at auto",
+        remedy="Remove the key",
     )
 
 
@@ -55,8 +53,6 @@ def _find_model_obstacle(plan: Plan) -> str | None:
     """Return why no product of the plan overlaps with communication; None if products do."""
     if plan.layout.tp == 1:
         return "without tensor parallelism (tp 1) no product waits for communication"
-    if plan.is_compiled:
-        return "blocks are compiled, and the overlap runs outside compiled code"
     adapters = plan.shape.adapters
     if adapters is not None and not adapters.is_additive:
         option = "adapters.kind dora" if adapters.kind == "dora" else "adapters.dropout"
@@ -72,6 +68,12 @@ def find_fused_obstacle(plan: Plan, *, has_cuda: bool) -> str | None:
     """Return why PyTorch's kernels over symmetric memory cannot run; None if they can."""
     if not plan.layout.sequence_parallel:
         return "PyTorch's fused kernels gather and scatter tokens: sequence_parallel is false"
+    if plan.is_compiled and plan.recompute == "auto":
+        # One operator has both results: compiled code keeps both or none.
+        return (
+            "in compiled blocks PyTorch's fused kernels keep the gathered tokens if their products "
+            "are kept, and recompute within a budget chooses each for itself"
+        )
     if not has_cuda:
         return "symmetric memory needs CUDA, and the device is a CPU"
     if not _has_fused_kernels():

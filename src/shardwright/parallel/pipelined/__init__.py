@@ -1,0 +1,1 @@
+"""Products of tensor parallelism that overlap with their communication."""
