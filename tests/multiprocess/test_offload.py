@@ -4,7 +4,6 @@ step counts are those of a run whose states are resident, bit for bit, on every 
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
 from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run
-from shardwright.training.run import train
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests import forked
 from tests.multiprocess.limited_update import MOMENT_BYTES
 from tests.multiprocess.pool import RankPool
 from tests.unit.training.finished import ALPHABET
-from tests.unit.training.test_offload_run import build_run, read_checkpoints
 
 NUM_STEPS = 5
 RATE = 1e-2
@@ -251,45 +248,3 @@ def test_states_on_disk_train_within_a_memory_limit_that_resident_ones_exceed(
     assert status != 0
     assert "can't allocate memory" in error
     assert update_within_limit("disk", tmp_path, limit_bytes)[:2] == (0, expected)
-
-
-KILLED_RUN = """
-import os, signal, sys
-from pathlib import Path
-from shardwright.checkpoint.disk import Disk
-from shardwright.training.run import train
-from tests.unit.training.test_offload_run import build_run
-
-NAMES = ("create_scratch", "reserve", "read_at", "write_at")
-remaining = int(sys.argv[2])
-operations = {name: getattr(Disk, name) for name in NAMES}
-
-def count(name):
-    def run(self, *arguments):
-        global remaining
-        remaining -= 1
-        if remaining < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return operations[name](self, *arguments)
-    return run
-
-for name in operations:
-    setattr(Disk, name, count(name))
-train(build_run(Path(sys.argv[1]), "run", "disk"))
-"""
-
-
-@pytest.mark.parametrize(
-    "num_operations", [19, *(pytest.param(n, marks=pytest.mark.long) for n in range(19))]
-)
-def test_a_run_killed_at_an_operation_of_the_scratch_file_resumes_with_the_same_bits(
-    tmp_path: Path, num_operations: int
-) -> None:
-    train(build_run(tmp_path, "whole", "none"))
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(num_operations)]
-    killed = forked.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = {path.name for path in (tmp_path / "run").iterdir() if path.is_file()}
-    assert not any("scratch" in name for name in left)
-    train(build_run(tmp_path, "run", "disk"), resume=True)
-    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")

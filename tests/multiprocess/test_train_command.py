@@ -10,13 +10,19 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from shardwright.config import Recipe
 from shardwright.errors import ExitCode
+from shardwright.hardware.measured_profile import MeasuredProfile, save_profile
+from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.report.recorded_run import load_runs
+from shardwright.report.run_page import render_page
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
     EventWriter,
@@ -366,3 +372,41 @@ def test_torchrun_starts_the_ranks(
     assert [event.step for event in events if isinstance(event, StepEvent)] == list(
         range(1, STEPS + 1)
     )
+
+
+def test_layout_auto_offloads_if_no_layout_fits(recipe_folder: Path, tmp_path: Path) -> None:
+    """The devices have just the memory that the plan needs with saved tensors on disk."""
+    document = yaml.safe_load((recipe_folder / "recipe.yaml").read_text())
+    document["model"]["config"] |= {
+        "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    del document["model"]["config"]["attention_dropout"], document["evaluation"]
+    del document["data"]["validation_split"], document["data"]["validation_fraction"]
+    document["training"] |= {
+        "sequence_length": 1024, "global_batch_size": 2, "gradient_accumulation_steps": 1,
+        "max_steps": 2,
+    }  # fmt: skip
+    profile = MeasuredProfile("CPU", "EPYC-9654", "today", 2**36, 2e10)
+    document |= {"layout": "auto", "recompute": "none", "optimizer": {"name": "sgd"}}
+    document["cluster"] = {"node": "2xcpu", "profile": str(tmp_path / "profile.json")}
+    save_profile(profile, tmp_path / "profile.json")
+    offloaded = Recipe.model_validate(document | {"offload": {"activations": "disk"}})
+    assert offloaded.cluster is not None
+    _, planned = choose_layout(offloaded, build_cluster(offloaded.cluster, 2), 2)
+    needed = int(1.001 * planned.memory.total)
+    save_profile(replace(profile, memory_bytes=needed), tmp_path / "profile.json")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
+    run = tmp_path / "run"
+    done = train(tmp_path, run, "--nproc", "2")
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert "activations on disk" in done.stderr
+    assert "of the transfer time was hidden" in (run / "log.txt").read_text()
+    events = read_events(run)
+    (memory,) = events.filter_by_type(MemoryEvent)
+    assert memory.offloaded_activation_bytes is not None
+    for step in events.filter_by_type(StepEvent):
+        assert step.activation_written_bytes is not None
+        assert step.activation_written_bytes >= memory.offloaded_activation_bytes[0] > 2**23
+        assert step.activation_read_bytes == step.activation_written_bytes
+    assert "of saved tensors are offloaded" in render_page(load_runs([run]))

@@ -11,7 +11,7 @@ from shardwright.config.recipe_section import LocalFolderText, RecipeSection
 OffloadTier = Literal["none", "host", "disk"]
 UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
-BUCKETS_PER_BUFFER = 4
+BUCKETS_PER_BUFFER = 16
 """Buckets of state on disk in one buffer."""
 
 
@@ -43,11 +43,11 @@ class OffloadSection(RecipeSection):
     have no name, and the operating system removes them when the run ends, however it ends."""
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
-    size, with CUDA through three in device memory. State on disk moves in buckets of a quarter,
-    through the memory of three buffers on the host, with CUDA also through three buckets on the
-    device. Two of the three keep their buckets from step to step, so larger buffers move fewer
-    bytes. `activations: disk` has two buffers in host memory; `parameters: disk` has one, for
-    trained weights two."""
+    size, with CUDA through three in device memory. State on disk moves in buckets of a
+    sixteenth, through the memory of three buffers on the host, with CUDA also through three
+    buckets on the device. Two of the three keep their buckets from step to step, so larger buffers
+    move fewer bytes. `activations: disk` has two buffers in host memory; `parameters: disk` has
+    one, for trained weights two."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
@@ -67,7 +67,7 @@ class OffloadSection(RecipeSection):
         """Bytes of a bucket of state.
 
         On disk it is a fraction of a buffer, because an update waits until its first bucket is
-        written and another one is read into that memory (docs/decisions/0158-buckets-on-disk.md).
+        written and another one is read into that memory (docs/decisions/0180-smaller-buckets.md).
         """
         if self.optimizer != "disk":
             return self.buffer_bytes

@@ -231,5 +231,9 @@ def allocate_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
         memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         start = -memory.data_ptr() % PAGE_BYTES
         return memory[start : start + num_bytes]
+    mapping = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # One request then holds more bytes, because a device limits its number of ranges.
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     # numpy keeps the mapping alive; torch keeps the array.
-    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=np.uint8))
+    return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))

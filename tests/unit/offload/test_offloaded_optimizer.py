@@ -270,7 +270,7 @@ def test_no_bucket_is_read_after_a_failed_write(
 
 def test_buckets_on_disk_are_smaller_than_buffers_in_the_same_memory(tmp_path: Path) -> None:
     run = Run("adamw", tmp_path, tier="host")
-    section = OffloadSection(optimizer="disk", buffer_bytes=4 * BUFFER_BYTES)
+    section = OffloadSection(optimizer="disk", buffer_bytes=16 * BUFFER_BYTES)
     assert section.bucket_bytes == BUFFER_BYTES
     partition = run.partition
     assert partition.compute_staging_bytes(4 * BUFFER_BYTES) == partition.num_bytes

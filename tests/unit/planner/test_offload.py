@@ -62,7 +62,7 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
     )
     assert resident.memory.offloaded == 0.0
     assert resident.memory.optimizer == pytest.approx(STATE_BYTES, rel=1e-3)
-    for prediction, bucket_bytes in ((host, 64 * 2**20), (disk, 16 * 2**20)):
+    for prediction, bucket_bytes in ((host, 64 * 2**20), (disk, 4 * 2**20)):
         assert prediction.memory.offloaded == resident.memory.optimizer
         assert prediction.memory.optimizer == 3 * bucket_bytes
         assert resident.memory.total - prediction.memory.total >= 0.9 * STATE_BYTES

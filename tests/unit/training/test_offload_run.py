@@ -83,10 +83,6 @@ def test_an_update_waits_until_a_background_save_has_written_the_states(
     assert events == ["update", "saved"] * 3
 
 
-NUM_WRITES = 20
-"""Writes of the scratch file in a run of four steps."""
-
-
 class FailingDisk(Disk):
     """Disk that fails at the n-th write of a scratch file."""
 
@@ -101,35 +97,47 @@ class FailingDisk(Disk):
         super().write_at(descriptor, data, position)
 
 
-@pytest.mark.parametrize(
-    ("num_writes", "code"),
-    [
-        (0, errno.ENOSPC),
-        (9, errno.EIO),
-        (14, errno.ENOSPC),
-        *(
-            pytest.param(number, errno.ENOSPC, marks=pytest.mark.long)
-            for number in range(NUM_WRITES)
-            if number not in (0, 14)
-        ),
-    ],
-)
-def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
-) -> None:
-    train(build_run(tmp_path, "whole", "none"))
+def resume_after_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
+) -> bool:
+    """Train on a disk that fails, and resume; return False if the run ends before the failure."""
+    name = f"run-{num_writes}"
     with monkeypatch.context() as patch:
         patch.setattr(
             disk_store.DiskStore.__init__,
             "__kwdefaults__",
             disk_store.DiskStore.__init__.__kwdefaults__ | {"disk": FailingDisk(num_writes, code)},
         )
-        with pytest.raises(OffloadFailed, match=os.strerror(code)) as caught:
-            train(build_run(tmp_path, "run", "disk"))
-    assert str(tmp_path / "run") in str(caught.value)
-    assert "could not be written" in str(caught.value)
-    train(build_run(tmp_path, "run", "disk"), resume=True)
-    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+        try:
+            train(build_run(folder, name, "disk"))
+        except OffloadFailed as error:
+            message = str(error)
+        else:
+            return False
+    assert str(folder / name) in message
+    assert f"could not be written: {os.strerror(code)}" in message
+    train(build_run(folder, name, "disk"), resume=True)
+    assert read_checkpoints(folder / name) == read_checkpoints(folder / "whole")
+    return True
+
+
+def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(build_run(tmp_path, "whole", "none"))
+    for num_writes, code in ((0, errno.ENOSPC), (9, errno.EIO), (25, errno.ENOSPC)):
+        assert resume_after_failure(tmp_path, monkeypatch, num_writes, code)
+
+
+@pytest.mark.long
+def test_a_disk_that_is_full_at_any_write_ends_the_run_with_one_error_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(build_run(tmp_path, "whole", "none"))
+    num_writes = 0
+    while resume_after_failure(tmp_path, monkeypatch, num_writes, errno.ENOSPC):
+        num_writes += 1
+    assert num_writes > 20
 
 
 def test_a_disk_that_cannot_be_read_during_a_save_ends_the_run_with_one_error(
@@ -167,7 +175,7 @@ def test_events_state_the_bytes_of_each_tier_and_the_log_the_hidden_share(
     assert resident.optimizer_bytes[0] >= moments_bytes
     assert offloaded.optimizer_bytes[0] < 100  # step counts
     assert offloaded.offloaded_bytes is not None
-    assert moments_bytes <= offloaded.offloaded_bytes[0] <= 1.3 * moments_bytes
+    assert offloaded.offloaded_bytes[0] == 11 * 4096  # buckets of a page
     assert [step.offload_read_bytes for step in events["none"].filter_by_type(StepEvent)] == [
         None
     ] * 4

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training.checks import offload_checks
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
-from tests import forked
 from tests.unit.training.finished import ALPHABET
 from tests.unit.training.test_loop import build_recipe
 from tests.unit.training.test_offload_run import read_checkpoints
@@ -154,40 +151,6 @@ def test_a_model_file_that_changes_during_the_run_is_an_error(
     monkeypatch.setattr(Disk, "read_until_end", change)
     with pytest.raises(OffloadFailed, match=r"model\.safetensors has changed since the run began"):
         train(recipe)
-
-
-KILLED_RUN = """
-import os, signal, sys
-from pathlib import Path
-from shardwright.checkpoint.disk import Disk
-from shardwright.training.run import train
-from tests.unit.training.test_parameter_offload_run import DISK, build_run
-
-remaining = int(sys.argv[2])
-read = Disk.read_until_end
-
-def count(self, *arguments):
-    global remaining
-    remaining -= 1
-    if remaining < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return read(self, *arguments)
-
-Disk.read_until_end = count
-train(build_run(Path(sys.argv[1]), "run", DISK))
-"""
-
-
-@pytest.mark.parametrize(
-    "num_reads", [40, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 10, 25, 60))]
-)
-def test_a_run_killed_at_a_read_resumes_with_the_same_bits(tmp_path: Path, num_reads: int) -> None:
-    train(build_run(tmp_path, "whole", {}))
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(num_reads)]
-    killed = forked.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    train(build_run(tmp_path, "run", DISK), resume=True)
-    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
 
 
 def test_events_state_the_bytes_and_the_log_their_place(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from shardwright.training.setup import build_state
 from shardwright.training.step_policy import find_differing_replicas
-from tests import forked
 from tests.unit.training.test_loop import build_recipe
 from tests.unit.training.test_offload_run import read_checkpoints
 from tests.unit.training.test_parameter_offload_run import FailingDisk
@@ -92,46 +89,6 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
         patch.setattr(store.__init__, "__kwdefaults__", {"disk": FailingDisk(num_operations, code)})
         with pytest.raises(OffloadFailed, match=f"could not be {verb}: {os.strerror(code)}"):
             train(build_run(tmp_path, "run", DISK))
-    train(build_run(tmp_path, "run", DISK), resume=True)
-    assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
-
-
-KILLED_RUN = """
-import os, signal, sys
-from pathlib import Path
-from shardwright.checkpoint.disk import Disk
-from shardwright.training.run import train
-from tests.unit.training.test_trained_offload_run import DISK, build_run
-
-remaining = int(sys.argv[2])
-operations = {name: getattr(Disk, name) for name in ("read_at", "write_at")}
-
-def count(name):
-    def run(self, *arguments):
-        global remaining
-        remaining -= 1
-        if remaining < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return operations[name](self, *arguments)
-    return run
-
-for name in operations:
-    setattr(Disk, name, count(name))
-train(build_run(Path(sys.argv[1]), "run", DISK))
-"""
-
-
-@pytest.mark.parametrize(
-    "num_operations",
-    [200, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 30, 60, 100, 150, 250, 300))],
-)
-def test_a_run_killed_at_an_operation_resumes_with_the_same_bits(
-    tmp_path: Path, num_operations: int
-) -> None:
-    train(build_run(tmp_path, "whole", {}))
-    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path), str(num_operations)]
-    killed = forked.run(command, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
     train(build_run(tmp_path, "run", DISK), resume=True)
     assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
 
