@@ -125,7 +125,7 @@ class Job:
         for location in locations:
             if mask_secrets(location) != location:
                 raise InputError(
-                    "its credentials would be written to the script",
+                    "this value contains credentials, which would be written to the script",
                     field="--set",
                     got=location,
                     remedy="Put the URL into the recipe, with ${NAME} for the credentials; a sweep "
@@ -133,7 +133,7 @@ class Job:
                 )
         if self.recipe.elastic.spare_nodes >= self.num_nodes:
             raise InputError(
-                "no node remains for the ranks",
+                "all nodes are spare nodes, so none is left for the ranks",
                 field="elastic.spare_nodes",
                 got=self.recipe.elastic.spare_nodes,
                 allowed=f"at most {self.num_nodes - 1}",
@@ -144,7 +144,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes that are no spare ones."""
+        """Number of ranks on all nodes except spare nodes."""
         return (self.num_nodes - self.recipe.elastic.spare_nodes) * self.ranks_per_node
 
     @property

@@ -74,7 +74,7 @@ class SlurmOptions:
 
 def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     """Return the script for `sbatch`."""
-    # 0 waits for ever: the run continues without the processes of a node.
+    # 0 waits without limit: the run continues without the processes of a node.
     wait_seconds = 0 if job.keeps_processes else _EXIT_WAIT_SECONDS
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     if job.keeps_processes:

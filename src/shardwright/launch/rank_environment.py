@@ -61,7 +61,7 @@ def detect_rank_environment(environment: Mapping[str, str] | None = None) -> Ran
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in source]
             if environment is None and missing:
                 raise InputError(
-                    "the ranks cannot connect to each other",
+                    "the ranks do not know where to connect to each other",
                     field=" and ".join(missing),
                     got="not set",
                     remedy="torchrun sets them; "
