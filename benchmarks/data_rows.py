@@ -165,7 +165,7 @@ def measure_case(
     batch_size = run.plan.batch.global_batch_size
     seconds = sum(max(ranks) for ranks in zip(*pool.run(2, time_steps, document), strict=True))
     rows = read_training_rows(run.recipe, run.shape, run.data, batch_size)
-    rows = rows.select_steps(NUM_STEPS, batch_size)
+    rows = replace(rows, documents=rows.documents[: NUM_STEPS * batch_size])
     cluster = build_cpu_cluster(2, profile)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     predictor = Predictor(get_model_facts(run.shape), cluster, efficiency)

@@ -11,8 +11,9 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case
 from shardwright.architecture import ModelShape, read_config
@@ -23,6 +24,32 @@ from shardwright.layout import Layout
 from shardwright.planner import Candidate, predict
 from shardwright.planner.rates.calibration import load_efficiencies
 
+if TYPE_CHECKING:
+    from shardwright.doctor.examination import ExaminationRequest
+
+
+def build_request(
+    runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout
+) -> ExaminationRequest:
+    """Build one request from the planner's lookups for several runs on CPU ranks.
+
+    They are measured over the groups of `layout`, which has as many ranks as the largest run.
+    """
+    from shardwright.doctor.examination import CALIBRATION_SECONDS, ExaminationRequest
+    from shardwright.doctor.rates.planner_lookups import PlannerLookups, record_lookups
+
+    lookups = [record_lookups(shape, candidate, "cpu") for shape, candidate in runs]
+    matmuls, attention, messages, elementwise = (
+        list(dict.fromkeys(chain.from_iterable(problems)))
+        for problems in zip(*(vars(each).values() for each in lookups), strict=True)
+    )
+    return ExaminationRequest(
+        budget_seconds=len(runs) * CALIBRATION_SECONDS,
+        layout=layout,
+        device="cpu",
+        **PlannerLookups(matmuls, attention, messages, elementwise).as_request_fields(),
+    )
+
 
 def measure_profile(
     runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout
@@ -31,9 +58,9 @@ def measure_profile(
     if they cannot be measured.
     """
     from shardwright.doctor.diagnosis import examine
-    from shardwright.doctor.rates.cluster_profile import build_profile, build_request_for_runs
+    from shardwright.doctor.rates.cluster_profile import build_profile
 
-    request = build_request_for_runs(runs, layout, device="cpu")
+    request = build_request(runs, layout)
     diagnosis = examine(request, layout.world_size)
     assert diagnosis is not None  # None only on ranks of a launcher
     try:

@@ -45,7 +45,7 @@ ROWS = (
     Row(
         "ZeRO-1",
         "optimizer states are sharded over the GPUs",
-        "it nearly fits",
+        "the model nearly fits",
         "parallelism/data.md",
         _FULL | {"layout": Layout(dp_shard=8, zero_stage=1)},
     ),
@@ -66,7 +66,7 @@ ROWS = (
     Row(
         "tensor (tp)",
         "every matrix is sharded within a node",
-        "one sequence per data rank exceeds the global batch, or one layer does not fit",
+        "there are more data ranks than sequences in the global batch, or one layer does not fit",
         "parallelism/tensor.md",
         _FULL | {"layout": Layout(tp=8, sequence_parallel=False)},
     ),
@@ -80,7 +80,7 @@ ROWS = (
     Row(
         "pipeline (pp)",
         "layers are partitioned over GPUs",
-        "links between nodes are slow, many micro-batches",
+        "links between nodes are slow, and a step has many micro-batches",
         "parallelism/pipeline.md",
         _FULL | {"layout": Layout(pp=4, dp_shard=2, zero_stage=1)},
     ),
@@ -109,14 +109,14 @@ ROWS = (
     Row(
         "recompute selective",
         "everything except matmuls and attention is recomputed",
-        "memory is short by a little",
+        "memory is slightly too small",
         "planning.md",
         {"layout": _ZERO3, "recompute": "selective"},
     ),
     Row(
         "recompute full",
         "whole blocks are computed again",
-        "memory is short",
+        "memory is too small",
         "planning.md",
         {"layout": _ZERO3, "recompute": "full"},
     ),
@@ -137,7 +137,7 @@ ROWS = (
     Row(
         "precision fp8",
         "matmuls in fp8",
-        "on GPUs with 8-bit units; its speed is not measured here",
+        "on GPUs with 8-bit units; its speed has not been measured in this project",
         "low-precision.md",
         _FULL | {"layout": _ZERO3, "precision": "fp8"},
     ),

@@ -42,7 +42,7 @@ _AUTHORIZATION = re.compile(
 
 
 def mask_secrets(text: str) -> str:
-    """Replace the credentials in a text by `***`.
+    """Replace the credentials in a text with `***`.
 
     Masked are passwords in URLs, the values of query parameters whose names contain `sig`, `token`,
     `key` and similar words, and the values of settings such as `secret=...` or `'password': ...`.

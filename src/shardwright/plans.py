@@ -260,7 +260,7 @@ def _check_working_weights(plan: Plan) -> None:
     else:
         return
     raise RecipeError(
-        f"{reason}: no copy of them would be read",
+        f"{reason}: a copy of the weights would never be read",
         field="precision.working_weights",
         got=True,
         allowed="auto, false",

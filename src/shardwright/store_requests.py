@@ -92,7 +92,7 @@ def send_request(action: str, request: Callable[[], _Result]) -> _Result:
         request: the call; it must be safe to repeat.
 
     Raises:
-        OSError: the request failed for good, or `NUM_ATTEMPTS` times.
+        OSError: the request failed permanently, or `NUM_ATTEMPTS` times.
     """
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:

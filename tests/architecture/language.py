@@ -149,6 +149,9 @@ BANNED_IN_TEXT = (
     r"\bstands? still\b",
     r"\bno more(?=[.;,])",
     r"\blaid over\b",
+    r"\bfor (?:good|ever)\b(?! reason)",
+    r"\bis no (?:part|multiple)\b",
+    r"\b(?:come|comes) and (?:go|goes)\b",
     r"\bsights?\b",
     r"\btaken? for (?:a|an|one|whole|granted)\b",
 )

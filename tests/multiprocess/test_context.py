@@ -293,7 +293,7 @@ def compute_odd_rows(layout: Layout) -> None:
 def test_an_indivisible_row_is_refused_whatever_the_recipe_allows() -> None:
     with (
         RankPool() as pool,
-        pytest.raises(RankFailed, match=r"7 tokens do not divide by 2 x cp = 4.* 4 or 8"),
+        pytest.raises(RankFailed, match=r"7 tokens are not divisible by 2 x cp = 4.* 4 or 8"),
     ):
         pool.run(2, compute_odd_rows, Layout(cp=2, cp_method="ring"))
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.verification.grid import choose_covering_cells, list_cells
+from shardwright.verification.grid import list_cells
 from shardwright.verification.verification import GridCellResult, verify_grid
+from tests.covering_cells import choose_covering_cells
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
 from tests.multiprocess.pool import RankPool
 

@@ -203,9 +203,9 @@ def test_the_verb_fails_with_exit_code_1(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--layout", "tp=3"], "4 heads do not divide by 3"),
+        (["--layout", "tp=3"], "4 heads are not divisible by 3"),
         (["--layout", "dp_shard=5"], "no number of ranks from 2 to 4 fits"),
-        (["--dtype", "float16"], "not a supported dtype"),
+        (["--dtype", "float16"], "unsupported dtype"),
         (["--num-layers", "9"], "cannot add layers to the model"),
     ],
 )

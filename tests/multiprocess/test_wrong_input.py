@@ -114,7 +114,7 @@ WRONG_INPUTS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "heads that context ranks cannot split": (
         ["--nproc", "4", "--layout", "cp=4,cp_method=ulysses"],
-        ["layout.cp", "2 heads do not divide by 4", "nearest degree that works is 2"],
+        ["layout.cp", "2 heads are not divisible by 4", "nearest degree that works is 2"],
     ),
     "a tokenizer that does not fit its model": (
         ["--nproc", "2", "--set", "model.config.vocab_size=5"],

@@ -199,7 +199,7 @@ def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
     "family", sorted(set(MODEL_FAMILIES) - {"gpt2", "gpt_neox", "deepseek_v3"})
 )
 def test_widths_that_transformers_would_not_load_are_refused_before_training(family: str) -> None:
-    """Some families' classes refuse a width that is no multiple of the heads, even with head_dim
+    """Some families' classes refuse a width that is not a multiple of the heads, even with head_dim
     given; others accept it.
     """
     fields = {**COMMON, **SPECIAL.get(family, {}), "hidden_size": 26, "head_dim": 8}

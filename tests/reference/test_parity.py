@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwright.architecture import MODEL_FAMILIES, read_config, shrink_model
+from shardwright.architecture import MODEL_FAMILIES, read_config
 from shardwright.model import Decoder
 from shardwright.model.routing import ExpertRules
 from tests.reference.cases import CASES, LONG, skip_unless_supported
@@ -191,29 +191,3 @@ def test_packed_documents(case: str, tmp_path: Path) -> None:
         < TOLERANCE
     )
     assert compute_distance(ours(ids_BT, document_ids_BT=documents_BT), logits) < TOLERANCE
-
-
-SHRUNK = [
-    "llama-wide-heads",
-    "phi3-longrope-long",
-    "gemma3_text-older",
-    "smollm3",
-    "gpt2",
-    "gpt_neox",
-]
-SHRUNK_SPARSE = ["mixtral", "qwen3_moe-some-dense-normalised", "olmoe", "gpt_oss", "deepseek_v3"]
-
-
-@pytest.mark.parametrize("case", SHRUNK + SHRUNK_SPARSE)
-def test_a_shrunk_model_equals_that_of_transformers(case: str, tmp_path: Path) -> None:
-    config = shrink_model(
-        read_config(CASES[case]), num_layers=2, hidden_size=32, vocab_size=50, sequence_length=20
-    ).to_config()
-    hf_model = build_hf_model(config)
-    ids_BT = torch.randint(0, 50, (2, 20))
-    assert (
-        compute_distance(
-            build_ours(config, hf_model, tmp_path)(ids_BT), hf_model(ids_BT, use_cache=False).logits
-        )
-        < TOLERANCE
-    )

@@ -152,7 +152,7 @@ class SlurmCluster:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def wait_for_job(self, job: str, seconds: float, *, is_hurried: bool = True) -> JobState:
-        """Wait until a job has ended for good, and return its last state.
+        """Wait until a job has ended, not to be requeued, and return its last state.
 
         Args:
             is_hurried: Start it soon whenever it is requeued.

@@ -88,7 +88,7 @@ def make_model(**changes: Any) -> ModelShape:
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        ({"tp": 5}, {}, r"layout\.tp: 12 heads do not divide by 5.*1, 2, 4, 12.*tp=4"),
+        ({"tp": 5}, {}, r"layout\.tp: 12 heads are not divisible by 5.*1, 2, 4, 12.*tp=4"),
         (
             {"tp": 6},
             {},
@@ -98,12 +98,12 @@ def make_model(**changes: Any) -> ModelShape:
         (
             {"tp": 4},
             {"intermediate_size": 98},
-            r"98 features of the feed-forward do not divide by 4.*1, 2\b.*tp=2",
+            r"98 features of the feed-forward are not divisible by 4.*1, 2\b.*tp=2",
         ),
         (
             {"tp": 12},
             {"vocab_size": 11},
-            r"11 vocabulary rows leave one of 12 ranks without any.*1, 2, 4\b",
+            r"11 vocabulary rows leave one of 12 ranks without a row.*1, 2, 4\b",
         ),
     ],
     ids=str,
@@ -120,9 +120,9 @@ def test_sequence_parallelism_requires_divisible_tokens() -> None:
     place_model(make_model(), Layout(tp=4), 24)
     with pytest.raises(
         LayoutError,
-        match=r"26 tokens of a sequence do not divide by 4.*tp=2, or .*sequence_parallel=false",
+        match=r"26 tokens of a sequence are not divisible by 4.*tp=2, or .*sequence_parallel=false",
     ):
         place_model(make_model(), Layout(tp=4), 26)
-    with pytest.raises(LayoutError, match=r"6 tokens of a context rank do not divide by 4"):
+    with pytest.raises(LayoutError, match=r"6 tokens of a context rank are not divisible by 4"):
         place_model(make_model(), Layout(tp=4, cp=4, cp_method="all_gather"), 24)
     place_model(make_model(), Layout(tp=4, sequence_parallel=False), 26)

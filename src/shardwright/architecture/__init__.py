@@ -25,4 +25,3 @@ from shardwright.architecture.parameter_spec import (
     WeightFileSlice,
     ZerosInit,
 )
-from shardwright.architecture.shape_reduction import shrink_model

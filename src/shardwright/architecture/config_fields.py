@@ -93,7 +93,7 @@ class ConfigFields:
         return value
 
     def read_flag(self, name: str, default: bool) -> bool:
-        """Read a boolean; null stands for the default."""
+        """Read a boolean; null means the default."""
         value = self._require(name, default)
         if not isinstance(value, bool):
             raise self._build_error(name, value, "true or false")

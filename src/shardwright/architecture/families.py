@@ -65,7 +65,7 @@ def _read_phi3(fields: ConfigFields) -> ModelShape:
 
 
 def _read_gemma(fields: ConfigFields, shape: ModelShape, *, final_cap: float | None) -> ModelShape:
-    fields.read("hidden_act")  # older files have it beside hidden_activation, which is used
+    fields.read("hidden_act")  # older files have it next to hidden_activation, which is used
     scale = fields.read_number("query_pre_attn_scalar", 256, is_exclusive=True) ** -0.5
     return replace(
         read_biases(fields, shape, has_mlp_bias_field=False),

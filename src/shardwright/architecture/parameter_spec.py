@@ -134,7 +134,7 @@ class ParameterSpec:
 
     @property
     def is_bias(self) -> bool:
-        """True if the parameter is added, not multiplied."""
+        """True if the parameter is a bias: it is added, not multiplied."""
         return self.name.endswith("bias")
 
     @property

@@ -165,7 +165,7 @@ def _read_gpt_oss(fields: ConfigFields) -> ModelShape:
     shape = read_llama_like(fields, theta=150_000.0, head_dim=64, eps=1e-5)
     fields.read("hidden_act")  # without effect: the experts have their own clamped activation
     fields.read("initial_context_length")  # an older name of the rope's original positions
-    fields.read("experts_per_token")  # an older name of num_experts_per_tok, present beside it
+    fields.read("experts_per_token")  # an older name of num_experts_per_tok, present as well
     experts = _read_experts(
         fields,
         count_field="num_local_experts",

@@ -1,4 +1,4 @@
-"""Recorded gradients of a step beside the reference's, and the rounding error to expect.
+"""Recorded gradients of a step next to the reference's, and the rounding error to expect.
 
 Shapes: R data ranks, M micro-batches of a rank, P numbers of all compared gradients.
 """

@@ -208,7 +208,7 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
             ) from error
         if version != FORMAT_VERSION:
             raise AuditInputError(
-                "another version of the recorder wrote this file",
+                "this file was written by another version of the recorder",
                 field=str(path),
                 got=version,
                 allowed=str(FORMAT_VERSION),
@@ -225,7 +225,7 @@ def _are_same(first: Tensor, second: Tensor) -> bool:
 
 
 def _decode_numbers(values: Any) -> Any:
-    """Replace the names of numbers that JSON lacks by the numbers, but not in the configuration."""
+    """Replace names of numbers that JSON lacks with the numbers, except in the configuration."""
     if isinstance(values, str) and values in ("inf", "-inf", "nan"):
         return float(values)
     if isinstance(values, dict):

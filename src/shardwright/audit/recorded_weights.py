@@ -130,7 +130,7 @@ def _compare_with_folder(
 
 
 def list_floating(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy the tensors of floating point numbers, by name."""
+    """Return copies of the floating-point tensors by name. (the name says `list`)"""
     return {
         name: tensor.detach().to(dtype, copy=True)
         for name, tensor in tensors.items()

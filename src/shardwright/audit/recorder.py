@@ -7,7 +7,7 @@ This file needs only torch and safetensors, so that it can be copied into anothe
         with recorder.record_step(model):
             ...  # forward and backward passes, clipping, optimizer.step()
 
-Every rank writes `step-NNNNNN/rank-NNNNN.safetensors` and a `.json` beside it. Nothing of the
+Every rank writes `step-NNNNNN/rank-NNNNN.safetensors` and a `.json` next to it. Nothing of the
 environment is recorded. The recorder copies tensors and draws no random numbers, so the run
 computes the same bits with and without it.
 """
@@ -696,7 +696,7 @@ def describe_dtensor(name: str, tensor: Any) -> ShardInfo:
     size = tuple(length for _, length in bounds)
     if size != tuple(tensor.to_local().shape):
         raise RecorderError(
-            f"{name} is a DTensor of placements {tensor.placements} whose local shape "
+            f"{name} is a DTensor with placements {tensor.placements} whose local shape "
             f"{tuple(tensor.to_local().shape)} is not the expected {size}; describe it by "
             "Recorder(shard_of=...)"
         )
@@ -845,7 +845,7 @@ def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encode_numbers(value: Any) -> Any:
-    """Replace numbers that JSON lacks by their names."""
+    """Replace numbers that JSON cannot represent with their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

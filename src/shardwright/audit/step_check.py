@@ -22,7 +22,8 @@ from shardwright.audit.step_findings import StepChecks, StepFinding, compare_num
 
 NORM_TOLERANCE = 1e-4
 UPDATE_TOLERANCE = 1e-3
-"""Allowed error of an update relative to its norm, beside the rounding of the parameters."""
+"""Allowed error of an update relative to its norm, in addition to the rounding of the
+parameters."""
 _ADAM_CLASSES = frozenset({"Adam", "AdamW"})
 _UNSUPPORTED_OPTIONS = ("amsgrad", "maximize")
 

@@ -70,7 +70,7 @@ class DirectFile(HashedFile):
         disk.bypass_cache(self._descriptor, True)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, which may change once this returns.
+        """Append bytes. The caller may change them once this returns.
 
         Errors are raised by a later call, at the latest by `finish`.
         """

@@ -12,7 +12,7 @@ _MAX_SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """Field whose value changed; `ABSENT` stands for a field that one side lacks."""
+    """Field whose value changed; `ABSENT` if one side lacks the field."""
 
     field: str
     saved: Any

@@ -119,7 +119,7 @@ class FencedDisk(Disk):
         return self._disk.create(path)
 
     def write(self, descriptor: int, data: memoryview) -> None:
-        """Write without a check: the file is not published yet."""
+        """Write without checking the generation, because the file is not published yet."""
         self._disk.write(descriptor, data)
 
     def bypass_cache(self, descriptor: int, should_bypass: bool) -> bool:

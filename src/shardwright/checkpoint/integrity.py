@@ -210,11 +210,11 @@ def verify_checkpoint(
 
 
 def assign_files(manifest: Manifest, rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank hashes. Each has one rank.
+    """Return the files that a rank hashes. Each file is assigned to one rank.
 
-    A rank hashes the file that the same rank wrote; under the same layout it loads from that file,
-    which it then has in memory. Of another number of ranks it hashes those at the same place in the
-    order of ranks, because contiguous shards of more or fewer ranks are there. The first rank
+    A rank hashes the file that the same rank wrote: under the same layout it loads from that file
+    and has it in memory. If the number of ranks has changed, it hashes the files at the
+    corresponding place in the order of ranks, where its contiguous shards are. The first rank
     hashes the other files, of which it reads the values.
     """
 

@@ -102,7 +102,7 @@ def find_newest_checkpoint(
 
 
 def _build_object_cache(ranks: RankGroup) -> ObjectCache:
-    """Return a store of this process's share of half of the host memory that is available."""
+    """Return a store that may use this process's share of half of the available host memory."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.world_size)
     return ObjectCache((read_available_memory() or 0) // (2 * num_ranks))
 

@@ -17,7 +17,7 @@ ReferenceRun = Annotated[
     Path,
     typer.Argument(
         metavar="REFERENCE",
-        help="Run folder of the reference, e.g. of a smaller run or on one device.",
+        help="Run folder of the reference run, e.g. a smaller run or one on a single device.",
     ),
 ]
 ToleranceOption = Annotated[

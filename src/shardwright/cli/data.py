@@ -38,7 +38,7 @@ def data_command(
     position: Annotated[
         int,
         typer.Option(
-            "--position", min=0, help="First position to show, in the run's sample order."
+            "--position", min=0, help="Position of the first shown sample in the run's order."
         ),
     ] = 0,
     validation: Annotated[
@@ -46,7 +46,7 @@ def data_command(
     ] = False,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Ranks of the run, to compute its batch size."),
+        typer.Option("--nproc", min=1, help="Ranks of the run, which set its batch size."),
     ] = None,
     write_tokens: Annotated[
         str | None,

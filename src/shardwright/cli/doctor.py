@@ -48,7 +48,7 @@ LayoutOption = Annotated[
         "--layout",
         metavar="DEGREES",
         help=(
-            "Layout whose groups communicate, e.g. tp=2,dp_shard=4; default one group of all ranks."
+            "Layout whose groups are tested, e.g. tp=2,dp_shard=4; default: one group of all ranks."
         ),
     ),
 ]
@@ -99,7 +99,7 @@ def doctor_command(
     html: HtmlOutput = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Check software, devices, hosts, links and peers: pass, warn or fail.
+    """Check software, devices, hosts, links and peers. Each check passes, warns or fails.
 
     The exit code is 1 if any check fails.
 

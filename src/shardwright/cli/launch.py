@@ -292,7 +292,7 @@ def _launch(
     if job.keeps_processes and not launcher.keeps_processes:
         others = [name for name, other in _LAUNCHERS.items() if other.keeps_processes]
         raise InputError(
-            f"{kind} starts all ranks again after a loss, so no process stays",
+            f"{kind} restarts all ranks after a loss, so no process survives",
             field="elastic.warm_restarts",
             got=True,
             allowed=f"false with launch {kind}; true with {', '.join(others)}",

@@ -245,7 +245,7 @@ def _print_precision_reason(result: PlanningResult) -> None:
 
 
 def _print_warning(result: PlanningResult) -> None:
-    """Print on standard error that the chosen layout is tight, as the table does."""
+    """Print on standard error the table's warning that the chosen layout barely fits."""
     warning = _describe_warning(result.chosen)
     if warning is not None:
         sys.stderr.write(f"warning: {warning}\n")

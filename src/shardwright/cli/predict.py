@@ -27,7 +27,7 @@ PredictOutput = Annotated[
     typer.Option(
         "--out",
         metavar="FILE.csv",
-        help="Output table: id, pred_tok, pred_mem, fits, and the ends of their intervals.",
+        help="Output table: id, pred_tok, pred_mem, fits, and the bounds of their intervals.",
     ),
 ]
 
@@ -38,7 +38,7 @@ _MAX_SHOWN_IDS = 5
 def predict_command(
     measurements: Measurements, out: PredictOutput, as_json: JsonOutput = False
 ) -> None:
-    """Predict tokens/s, memory per GPU and fit for every row of a table of configurations.
+    """Predict tokens/s, memory per GPU and whether it fits for every row of a table.
 
     Rows that cannot be predicted stay empty in the output and are listed with the reason.
     """

@@ -47,7 +47,7 @@ def rehearse_command(
     each_rank: Annotated[
         bool,
         typer.Option(
-            "--each-rank", help="Run every rank instead of one per role (default up to 8 ranks)."
+            "--each-rank", help="Run every rank, not one per role (default for at most 8 ranks)."
         ),
     ] = False,
     collectives: Annotated[
@@ -55,7 +55,7 @@ def rehearse_command(
     ] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """Run one optimizer step per role on fake tensors: peak memory and all collectives.
+    """Run one optimizer step per role on fake tensors; report peak memory and all collectives.
 
     Exit code 1 if the ranks' collectives do not match.
     """

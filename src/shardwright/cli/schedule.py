@@ -79,7 +79,7 @@ def schedule_command(
     text: AsText = False,
     as_json: JsonOutput = False,
 ) -> None:
-    """Prove that a pipeline schedule is complete and free of deadlocks; show bubble and
+    """Check that a pipeline schedule is complete and free of deadlocks; show bubble and
     activations."""
     from shardwright.schedule import (
         PIPELINE_SCHEDULES,
@@ -149,7 +149,7 @@ def _check_consistent(
     ):
         if got is not None and got != expected:
             raise ScheduleError(
-                f"{schedule.name} has {expected:g}",
+                f"contradicts schedule {schedule.name}, which has {expected:g}",
                 field=option,
                 got=got,
                 allowed=f"{expected:g}",
@@ -211,7 +211,7 @@ def _build_json(
 def _print_schedule(
     schedule: Schedule, proof: ScheduleStatistics, timeline: Timeline, *, is_drawn: bool
 ) -> None:
-    """Print drawing and numbers on standard output; beside JSON, only the warning on standard
+    """Print drawing and numbers on standard output; with JSON, only the warning on standard
     error."""
     from shardwright.cli.output.console import open_console
 

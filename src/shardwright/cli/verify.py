@@ -99,7 +99,7 @@ def verify_command(
     json_output: JsonOutput = False,
 ) -> None:
     """Compare each layout's loss, raw gradients, gradient norm and updated weights with
-    one process, and what the recipe offloads with the same run without it.
+    one process, and a run with the recipe's offloading with the same run without it.
 
     Exit code 1 if any of them differs.
     """

@@ -24,7 +24,7 @@ def watch_command(
         typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one."),
     ] = 0,
 ) -> None:
-    """Serve the report of a run live, until Ctrl-C.
+    """Serve a live report of a run until Ctrl-C.
 
     The address contains a random token; append `metrics` to it for Prometheus text.
     """

@@ -9,8 +9,9 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwright.cluster.scheduler_variables import SchedulerVariables
 from shardwright.config import Recipe
-from shardwright.errors import InputError, RunFailed
+from shardwright.errors import ExitCode, InputError, RunFailed
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.masking import mask_secrets
 from shardwright.plans import resolve_degrees
@@ -124,7 +125,7 @@ class Job:
         for location in locations:
             if mask_secrets(location) != location:
                 raise InputError(
-                    "its credentials would be written to the script",
+                    "this value contains credentials, which would be written to the script",
                     field="--set",
                     got=location,
                     remedy="Put the URL into the recipe, with ${NAME} for the credentials; a sweep "
@@ -132,7 +133,7 @@ class Job:
                 )
         if self.recipe.elastic.spare_nodes >= self.num_nodes:
             raise InputError(
-                "no node remains for the ranks",
+                "all nodes are spare nodes, so none is left for the ranks",
                 field="elastic.spare_nodes",
                 got=self.recipe.elastic.spare_nodes,
                 allowed=f"at most {self.num_nodes - 1}",
@@ -143,7 +144,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes that are no spare ones."""
+        """Number of ranks on all nodes except spare nodes."""
         return (self.num_nodes - self.recipe.elastic.spare_nodes) * self.ranks_per_node
 
     @property
@@ -209,6 +210,24 @@ class Job:
                 "if that is 127.0.x.1, set --interface"
             )
         return warnings
+
+
+def build_loss_limit(job: Job, scheduler: SchedulerVariables) -> list[str]:
+    """Return the lines that count lost ranks and nodes, and end a job that lost too many."""
+    job_id = scheduler.launch[0]
+    restarts = scheduler.restarts
+    return [
+        "# Restarts that did not follow a save are losses. The scheduler requeues after the loss",
+        "# of a node by itself, so they are counted here, not where the script requeues.",
+        f'saves={shlex.quote(job.recipe.name)}-"${job_id}".saves',
+        'touch "$saves"',
+        f'losses=$((${{{restarts}:-0}} - $(wc -l < "$saves")))',
+        f'if [ "$losses" -gt {job.max_restarts} ]; then',
+        f'  echo "shardwright: a rank or node was lost $losses times; '
+        f'elastic.max_restarts is {job.max_restarts}" >&2',
+        f"  exit {ExitCode.RUN_FAILED:d}",
+        "fi",
+    ]
 
 
 def count_ranks_per_node(recipe: Recipe, num_gpus: int | None, num_ranks: int | None) -> int:

@@ -17,7 +17,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from shardwright.cluster.job import Job, Sweep, build_export_lines
+from shardwright.cluster.job import Job, Sweep, build_export_lines, build_loss_limit
+from shardwright.cluster.scheduler_variables import SLURM
 from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import ExitCode, InputError
 
@@ -73,7 +74,7 @@ class SlurmOptions:
 
 def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     """Return the script for `sbatch`."""
-    # 0 waits for ever: the run continues without the processes of a node.
+    # 0 waits without limit: the run continues without the processes of a node.
     wait_seconds = 0 if job.keeps_processes else _EXIT_WAIT_SECONDS
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     if job.keeps_processes:
@@ -92,7 +93,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "",
         "set -euo pipefail",
         "",
-        *_build_loss_limit(job),
+        *build_loss_limit(job, SLURM),
         "",
         "# The ranks' rendezvous is on the first node; the port differs between jobs on a node.",
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
@@ -157,22 +158,6 @@ def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
         f"--output={job.recipe.name}-{'%A_%a' if job.sweep else '%j'}.log",
     ]
     return directives + list(options.directives)
-
-
-def _build_loss_limit(job: Job) -> list[str]:
-    """Return the lines that count lost ranks and nodes, and end a job that lost too many."""
-    return [
-        "# Restarts that did not follow a save are losses. Slurm requeues after the loss of a node",
-        "# by itself, so they are counted here, not where the script requeues.",
-        f'saves={shlex.quote(job.recipe.name)}-"$SLURM_JOB_ID".saves',
-        'touch "$saves"',
-        'losses=$((${SLURM_RESTART_COUNT:-0} - $(wc -l < "$saves")))',
-        f'if [ "$losses" -gt {job.max_restarts} ]; then',
-        f'  echo "shardwright: a rank or node was lost $losses times; '
-        f'elastic.max_restarts is {job.max_restarts}" >&2',
-        f"  exit {ExitCode.RUN_FAILED:d}",
-        "fi",
-    ]
 
 
 def _build_sweep_choice(job: Job, sweep: Sweep) -> list[str]:

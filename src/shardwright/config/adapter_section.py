@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a frozen model: which matrices have them, and how large they are."""
+"""Low-rank adapters of a frozen model: which matrices have them, and how large they are."""
 
 from __future__ import annotations
 

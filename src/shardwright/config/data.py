@@ -171,8 +171,8 @@ class DataSection(RecipeSection):
             )
         if self.streaming is not None and self.validation_fraction:
             raise ValueError(
-                "`validation_fraction` needs all of the data before the start, which `streaming` "
-                "does not read; set `validation` (separate sources)"
+                "`validation_fraction` requires reading all data before the start, which "
+                "`streaming` does not do; set `validation` (separate sources)"
             )
         num_weighted = sum(source.weight is not None for source in self.sources)
         if 0 < num_weighted < len(self.sources):
@@ -187,7 +187,7 @@ class DataSection(RecipeSection):
         if self.assignment != "length" and self.packing == "windows":
             raise ValueError(
                 f"`assignment: {self.assignment}` is for `packing: documents` or `none`; "
-                "all windows have the same work"
+                "all windows need the same amount of work"
             )
         if self.overlong != "cut" and self.packing == "windows":
             raise ValueError(

@@ -33,13 +33,13 @@ class LayoutSection(RecipeSection):
     memory at no extra communication."""
     async_tensor_parallel: Literal["none", "auto", "chunked", "fused"] = "none"
     """Overlap of tensor-parallel communication with products. `chunked`: chunks of tokens are
-    communicated beside the products of others, and gradients are summed behind those of weights.
+    communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
     expert_dispatch: Literal["whole", "halves", "auto"] = "whole"
     """Order of exchanges and experts under `ep`. `whole`: all rows are sent to their experts,
-    computed and returned. `halves`: one half of the tokens' rows are sent beside the experts of
-    the other half. `auto`: the one with the shorter predicted step, for the recipe's cluster or
+    computed and returned. `halves`: one half of the tokens' rows are sent while the experts
+    compute the other. `auto`: the one with the shorter predicted step, for the recipe's cluster or
     this machine's GPUs; `whole` without either."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes

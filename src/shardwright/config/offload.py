@@ -22,7 +22,7 @@ class OffloadSection(RecipeSection):
     optimizer: OffloadTier = "none"
     """Tier of the optimizer's moments between updates: `none` is the device; `host` in host
     memory (pinned with CUDA); `disk` in a scratch file per rank. They are moved to the device
-    in buckets, beside the update of other buckets."""
+    in buckets, during the update of other buckets."""
     parameters: OffloadTier = "none"
     """Tier of the matrices of blocks: they arrive before their block computes, one block ahead,
     and leave after it. Beside adapters the frozen ones, which `disk` reads from the model's own
@@ -34,7 +34,7 @@ class OffloadSection(RecipeSection):
     stay on the device."""
     update_on: UpdatePlace = "auto"
     """Place of the optimizer's update with `optimizer: host` or `disk` on a GPU. `device`: the
-    moments pass through it. `host`: gradients and weights are copied to pinned host memory beside
+    moments pass through it. `host`: gradients and weights are copied to pinned host memory during
     the backward pass, the CPU updates them (adamw, adamw_8bit, sgd), and the weights return; its
     kernels may round differently. `auto` is `device`, unless the rates of `cluster.profile` say
     that `host` is faster. On a CPU the two are the same."""

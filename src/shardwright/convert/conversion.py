@@ -145,7 +145,7 @@ def _detect_system(document: Mapping[str, Any], path: Path) -> str:
         if any(sign in document for sign in signs):
             return system
     raise InputError(
-        "the keys match no known system",
+        "the keys do not match those of any known system",
         field="FILE",
         got=f"{path} with {', '.join(map(str, list(document)[:5])) or 'nothing'}",
         allowed=", ".join(CONFIG_READERS),

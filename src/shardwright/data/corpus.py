@@ -252,7 +252,7 @@ def split_corpus(
         if not np.any(held_out == VALIDATION):
             num_dropped = int(np.count_nonzero(held_out == DUPLICATE))
             raise DataError(
-                "all text of the validation sources is also in the training sources",
+                "the training sources contain all text of the validation sources",
                 field="data.validation",
                 got=f"{validation.statistics.num_records} records, "
                 f"{validation.statistics.num_broken} of them broken and "

@@ -116,7 +116,7 @@ def read_step_micro_batches(
     row's position only.
     """
     if not 0 <= data_rank < batch.data_ranks:
-        raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
+        raise ValueError(f"data rank {data_rank} is not below {batch.data_ranks}")
     micro_batch_size = batch.micro_batch_size
     first = step * batch.global_batch_size
     positions: Sequence[int] = range(first, first + batch.global_batch_size)

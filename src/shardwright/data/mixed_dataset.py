@@ -79,7 +79,7 @@ class MixedDataset:
     def locate_sample(self, index: int, epoch: int) -> tuple[int, int, int]:
         """Return the part, the sample's index in it, and the number of passes before."""
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is not below {len(self)}")
         counts = self.num_samples_per_part
         ends = list(accumulate(counts))
         part = next(number for number, end in enumerate(ends) if index < end)

@@ -50,7 +50,7 @@ def choose_thresholds(device_kind: str) -> OutlierThresholds:
 
 @dataclass(frozen=True)
 class Outlier(Generic[Key]):
-    """Slow member with its rate, the others' median and the verdict."""
+    """Slow member of a group, with its rate, the median of the others and the verdict."""
 
     key: Key
     rate: float

@@ -91,7 +91,7 @@ class Rendezvous:
 
 
 def read_location(ranks: RankEnvironment) -> RankLocation:
-    """Read the location of this process; without a node number, the host stands for it."""
+    """Read the location of this process; without a node number, the host name is used instead."""
     host = socket.gethostname()
     numbers = [os.environ.get(scheduler.node) for scheduler in SCHEDULERS]
     return RankLocation(host, next(filter(None, numbers), host), ranks.local_rank)

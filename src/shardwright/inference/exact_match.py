@@ -76,7 +76,7 @@ def normalise_match(text: str) -> str:
 def load_prompt_encoder(model: ModelSource, path: Path, tokenizer: Tokenizer) -> RecordEncoder:
     """Load the encoder that turns records into prompts as in training.
 
-    It uses the chat template beside the model's tokenizer, if there is one.
+    It uses the chat template next to the model's tokenizer, if there is one.
 
     Args:
         path: Folder of the model; a run's recipe has the variables of its template.

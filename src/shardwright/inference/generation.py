@@ -210,8 +210,8 @@ def sample_token(logits_V: Tensor, sampling: SamplingSettings, generator: torch.
 class _DecodingContext:
     """Tokens so far, with the cached keys and values of the processed ones.
 
-    longrope uses other factors for texts longer than the original positions. The cache
-    therefore first has the capacity of the original positions; a text that outgrows it is
+    longrope uses other factors for texts with more tokens than the original positions. The
+    cache is therefore first allocated for the original positions only; a text that outgrows it is
     processed again with the long factors.
     """
 

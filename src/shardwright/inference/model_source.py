@@ -129,7 +129,7 @@ def open_model_source(path: str | Path, checkpoint: str = LATEST_NAME) -> ModelS
     if not (path / "config.json").is_file():
         adapters = (path / "adapter_config.json").is_file()
         raise InputError(
-            "adapters alone are not a model" if adapters else "no model in this folder",
+            "this folder has adapters but no model" if adapters else "no model in this folder",
             field="RUN",
             got=str(path),
             allowed="a run folder (recipe.yaml), or a Hugging Face folder (config.json)",
@@ -334,7 +334,7 @@ def parse_device(name: str) -> torch.device:
     )
     if not is_available:
         raise InputError(
-            "this machine does not have that device",
+            "this machine has no such device",
             field="--device",
             got=name,
             allowed="auto or cpu",

@@ -14,8 +14,8 @@ def use_expandable_segments(environment: MutableMapping[str, str] | None = None)
     """Let CUDA's allocator grow its segments, unless the user has set the allocator's variable.
 
     A segment that cannot grow is useless for a larger tensor: where sizes change (rows of other
-    lengths, evaluation beside training), reserved memory grows beyond what is used. Torch reads the
-    variable when it first allocates on a device, so call this before.
+    lengths, evaluation between training steps), reserved memory grows beyond what is used. Torch
+    reads the variable when it first allocates on a device, so call this before.
     """
     target = os.environ if environment is None else environment
     if not any(name in target for name in _VARIABLES):

@@ -80,7 +80,7 @@ def claim_device(
             got=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
             allowed="a device of its own for each rank",
             remedy="Start at most one rank per device, "
-            "or show each rank another device (srun --gpus-per-task=1)",
+            "or give each rank its own device (srun --gpus-per-task=1)",
         )
 
 

@@ -1,6 +1,6 @@
 """Place of this process among those that torchrun or srun started, one per node.
 
-With `train --nproc` and `elastic.warm_restarts` these are no ranks. Each starts the ranks of its
+With `train --nproc` and `elastic.warm_restarts` these are not ranks. Each starts the ranks of its
 node; the first is the launcher (`node_connections.py`), which the others follow
 (`node_service.py`).
 """
@@ -76,7 +76,7 @@ def count_ranks(elastic: ElasticSection, num_ranks: int | None) -> int:
     num_nodes = 1 if place is None else place.num_nodes
     if not 0 <= elastic.spare_nodes < num_nodes:
         raise InputError(
-            "no node remains for the ranks",
+            "all nodes are spare nodes, so none is left for the ranks",
             field="elastic.spare_nodes",
             got=elastic.spare_nodes,
             allowed=f"at most {num_nodes - 1}: the run has {num_nodes} nodes",

@@ -2,8 +2,8 @@
 
 `python -m shardwright.launch.node_ranks --num-ranks 8 --num-nodes 2 --node-rank 0
 --master-addr HOST --master-port 29500 -- train RECIPE` is the command of a pod. torchrun would
-replace the ranks' exit codes by 1. Kubernetes could then not distinguish a rank that has saved from
-one that was lost or had wrong input.
+replace the ranks' exit codes with 1, and Kubernetes could not distinguish a rank that has saved
+from one that was lost or had wrong input.
 
 Imports no torch: each rank does, on its own.
 """

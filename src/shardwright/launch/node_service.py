@@ -249,7 +249,7 @@ class _NodeService:
         self._generation = _Generation(message["generation"], control, watchdog, [], set())
 
     def _send(self, process: LocalProcess | None, message: dict[str, Any]) -> None:
-        """Pass a message on to a process, with the paths of this node."""
+        """Forward a message to a process, with its paths replaced by those of this node."""
         if process is None:
             return
         if "control" in message:

@@ -150,7 +150,7 @@ def find_cause(
 
     In this order: a rank killed by a signal, the first input error, the first failure that is
     not a lost peer, a rank that hung. A rank that aborts after the failure of another one, or after
-    its own, is no cause: NCCL's thread does that to a process whose peer is lost.
+    its own, is not a cause: NCCL's thread aborts a process whose peer is lost.
 
     Args:
         outcomes: Outcomes of the ranks, in order of time.
@@ -209,7 +209,7 @@ def find_cause(
 def attach_skipped_collective(
     error: ShardwrightError, diagnosis: HangDiagnosis | None
 ) -> ShardwrightError:
-    """Replace the error by its cause, a skipped collective, if there is one."""
+    """Replace the error with its cause, a skipped collective, if there is one."""
     if diagnosis is None or isinstance(error, InputError):
         return error
     return RankFailed(f"{diagnosis.message}. It led to this error: {error}")

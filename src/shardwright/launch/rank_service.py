@@ -84,7 +84,7 @@ class AssignmentReader:
         try:
             for line in self._source:
                 self._follow(json.loads(line))
-        finally:  # also after an error of this thread: otherwise the process waits for ever
+        finally:  # also after an error of this thread: otherwise the process waits without end
             self._assignments.put(None)
 
     def _follow(self, message: dict[str, Any]) -> None:

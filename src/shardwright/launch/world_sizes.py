@@ -60,9 +60,9 @@ class WorldSizes:
                 "recipe's degrees and global batch",
                 field="elastic.min_ranks",
                 got=min_ranks,
-                allowed="null, a smaller number, or open degrees of data and accumulation",
+                allowed="null, a smaller number, or unset data-parallel degrees and accumulation",
                 remedy="Leave layout.dp_shard (or dp_replicate) and "
-                "training.gradient_accumulation_steps open, or use layout: auto",
+                "training.gradient_accumulation_steps unset, or use layout: auto",
             )
 
     def get_recipe(self, world_size: int) -> Recipe:

@@ -101,7 +101,7 @@ def choose_context_method(
     why_not = (
         f"{ranks} ranks of tp x cp may not fit in one node"
         if ranks > MAX_ULYSSES_RANKS
-        else f"heads do not divide by {cp}"
+        else f"heads are not divisible by {cp}"
     )
     chunk = sequence_length // (2 * cp)
     num_narrow = sum(window is not None and window <= chunk for window in sizes.windows)
@@ -169,7 +169,7 @@ def check_row_length(method: ContextMethod, layout: Layout, num_tokens: int) -> 
     below = num_tokens // divisor * divisor
     above = -(-max(num_tokens, 1) // divisor) * divisor
     raise LayoutError(
-        f"{method} splits a row into equal chunks, and {num_tokens} tokens do not divide by "
+        f"{method} splits a row into equal chunks, and {num_tokens} tokens are not divisible by "
         f"{divisor_text} = {divisor}",
         field="training.sequence_length",
         got=num_tokens,
@@ -185,7 +185,7 @@ def _find_head_problem(layout: Layout, sizes: AttentionSizes) -> str | None:
     per_rank = "" if layout.tp == 1 else f" (on each of {layout.tp} tensor-parallel ranks)"
     if num_local_heads % layout.cp:
         return (
-            f"ulysses splits heads, and {num_local_heads} heads{per_rank} do not divide by "
+            f"ulysses splits heads, and {num_local_heads} heads{per_rank} are not divisible by "
             f"{layout.cp} context ranks"
         )
     if num_local_kv_heads % layout.cp and layout.cp % num_local_kv_heads:

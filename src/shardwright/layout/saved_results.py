@@ -19,7 +19,7 @@ routed experts. Products of adapters and of the router belong to none. Under ten
 RESULT_NAMES: tuple[ResultName, ...] = get_args(ResultName)
 
 SavedResults = frozenset[ResultName]
-"""Results that a layer keeps beside its input. All else is recomputed."""
+"""Results that a layer keeps in addition to its input. All else is recomputed."""
 
 LayerResults = SavedResults | None
 """`SavedResults`, or None for a layer that saves all tensors of its backward pass."""

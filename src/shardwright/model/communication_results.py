@@ -160,7 +160,7 @@ PARTIAL_PRODUCTS = frozenset(_FIRST_OPERANDS)
 
 
 class _SkippedProducts(TorchDispatchMode):
-    """Replace the results of partial products by tensors without values, which nothing reads."""
+    """Replace the results of partial products with tensors without values, which nothing reads."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

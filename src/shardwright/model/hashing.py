@@ -10,7 +10,7 @@ def mix_bits(x: Tensor) -> Tensor:
     """Hash 32 bits to 32 bits; one flipped input bit flips about half of the output bits.
 
     Source: Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). int32 products wrap
-    around. `>>` extends the sign; the masks remove it. Two tensors of memory beside `x`.
+    around. `>>` extends the sign; the masks remove it. Memory: two tensors in addition to `x`.
     """
     x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
     x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(to_int32(0x846CA68B))

@@ -114,7 +114,7 @@ class _ClampedGate(torch.autograd.Function):
 class FeedForward(nn.Module):
     """down(activation(gate x) * up x), or down(activation(up x)) without a gate.
 
-    `intermediate_size` None stands for the model's.
+    If `intermediate_size` is None, the model's is used.
     """
 
     fused: FusedFunctions | None = None

@@ -252,9 +252,9 @@ class MixtureOfExperts(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Do the same with experts of other ranks, to which the rows of each part are sent.
 
-        Rows of the second part are sent beside the experts of the first, whose results are sent
-        beside the experts of the second. Autograd runs the latest operations first, so gradients
-        overlap likewise.
+        Rows of the second part are sent while the experts of the first compute, whose results are
+        sent while the experts of the second compute. Autograd runs the latest operations first, so
+        gradients overlap likewise.
         """
         parts = self._split_tokens(x_ND, routing, hooks.num_parts)
         num_choices = [part.slots_M.shape[0] for part in parts]

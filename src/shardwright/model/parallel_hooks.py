@@ -82,7 +82,7 @@ class DispatchedTokens(Protocol):
 class ExpertParallelHooks(Protocol):
     """Hooks of expert parallelism, and communication of the routers.
 
-    Experts are sharded over `degree` ranks, which exchange tokens in `num_parts` parts, one beside
+    Experts are sharded over `degree` ranks, which exchange tokens in `num_parts` parts, one during
     the experts of another. `num_row_ranks` is the number of ranks with tokens of the same rows
     (context parallelism). `loss_share` is the factor on a loss that tensor-parallel ranks all
     compute and whose gradients are summed over them.

@@ -2,7 +2,6 @@
 
 from shardwright.numerics.gradient_clip import (
     GradientSquares,
-    clip_,
     compute_clip_coefficient,
     compute_global_norm,
     scale_,

@@ -1,7 +1,7 @@
 """Compilers of torch.compile on this machine, and the choice of `model.compile: auto` from them.
 
 Inductor generates Triton code for CUDA and C++ for a CPU. Triton itself compiles a small C module
-for every kernel, with Python's headers, so it needs both beside its own package.
+for every kernel, with Python's headers, so it needs both in addition to its own package.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -173,23 +172,6 @@ def compute_clip_coefficient(norm: float, max_norm: float) -> float:
     finite norm gives a meaningful coefficient: inf would give 0, and 0 x inf is nan.
     """
     return min(1.0, max_norm * (1.0 / (norm + 1e-6)))
-
-
-def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that the global norm is at most `max_norm`.
-
-    Args:
-        gradients: local shards; iterated once.
-        norm: from `compute_global_norm`; finite.
-
-    Raises:
-        ValueError: the norm is inf or nan. The caller checks this first (every rank skips the
-            step together).
-    """
-    gradient_norm = float(norm)
-    if not isfinite(gradient_norm):
-        raise ValueError(f"gradients with norm {gradient_norm} cannot be clipped; skip the step")
-    scale_(gradients, compute_clip_coefficient(gradient_norm, max_norm))
 
 
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:

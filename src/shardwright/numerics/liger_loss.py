@@ -71,7 +71,7 @@ def liger_cross_entropy(
             "support. Set model.loss_kernel: chunked"
         )
     if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
-        # Liger computes the weight's gradient only beside that of the hidden states.
+        # Liger computes the weight's gradient only together with that of the hidden states.
         hidden_ND = hidden_ND.detach().requires_grad_()
     function = _import_loss()(
         ignore_index=IGNORED_LABEL,

@@ -27,7 +27,7 @@ Wait = Callable[[], None]
 
 
 class ActivationStore(Protocol):
-    """Memory of a slower tier. Copies run beside training until `Wait` is called."""
+    """Memory of a slower tier. Copies run during training until `Wait` is called."""
 
     counts: TransferCounts
 
@@ -73,7 +73,7 @@ class PinnedStore:
         return place, lambda: torch.cuda.current_stream(self._device).wait_event(copied)
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        """Return the smallest free memory of at most twice the size, or new memory.
+        """Return the smallest free buffer of at least this size and at most twice it, or a new one.
 
         Allocation of pinned memory takes milliseconds, so freed memory is kept.
         """

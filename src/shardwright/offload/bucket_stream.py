@@ -86,7 +86,7 @@ class BucketStream:
         return self._resident_swaps[index]
 
     def _request(self, order: Sequence[int]) -> int:
-        """Start to swap in the next buckets that fit beside the open ones; return their number."""
+        """Start to swap in the next buckets that fit next to the open ones; return their number."""
         free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self.swaps)
         for count, index in enumerate(order):
             bucket = self._buckets[index]

@@ -61,7 +61,7 @@ class DeviceBuffers:
         return targets
 
     def copy_out(self, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> torch.cuda.Event:
-        """Launch the copy of the last buffer back to host memory; return the event of its end."""
+        """Launch the copy of the last buffer to host memory; return the event at its end."""
         buffer = self._ring[self._position]
         self._position = (self._position + 1) % len(self._ring)
         self._stream_out.wait_stream(torch.cuda.current_stream(self._device))

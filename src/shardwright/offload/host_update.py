@@ -1,6 +1,6 @@
 """Update on the host of parameters that are on a CUDA device.
 
-[Note: order of copies] A gradient leaves the device when its reduction ends, beside the rest of
+[Note: order of copies] A gradient leaves the device when its reduction ends, during the rest of
 the backward pass, with the weights it belongs to, on a stream of its own. Training's stream waits
 for the last of these copies before the gradient norm is computed. So the host, which has to read
 the norm, has all of them when it has the norm, and waits for no copy. Updated weights return

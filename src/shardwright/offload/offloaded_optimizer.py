@@ -158,7 +158,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         )
 
     def _create_step_counts(self) -> dict[tuple[str, int], Tensor]:
-        """Return a step count per piece; the first piece has that of the parameter's state."""
+        """Return a step count per piece; the first is the one in the parameter's state."""
         counts = {}
         for bucket in self._partition.buckets:
             for piece in bucket.pieces:

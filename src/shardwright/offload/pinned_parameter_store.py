@@ -1,4 +1,4 @@
-"""Pinned host memory of trained weights and their gradients, beside a CUDA device.
+"""Pinned host memory of trained weights and their gradients, for a CUDA device.
 
 [Note: order of copies] Copies to the device and from it have a stream each. A copy begins when what
 training has launched before has ended, and one to the device also waits for the copies from the

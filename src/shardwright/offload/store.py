@@ -25,7 +25,7 @@ class TransferCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     waiting_seconds: float = 0.0
-    """Time that the training thread waited; transfers beside its work are not included."""
+    """Time that the training thread waited; transfers during its work are not included."""
     reading_seconds: float = 0.0
     """Time of the store's thread that reads; 0 for a store without threads."""
     writing_seconds: float = 0.0
@@ -108,7 +108,7 @@ def wait_for_parts(store: Store, swap: Swap) -> list[Tensor]:
 
 @dataclass
 class HostStore:
-    """Host memory, pinned if the device is a GPU, so that copies run beside computation.
+    """Host memory, pinned if the device is a GPU, so that copies run during computation.
 
     Segments are used where they are; nothing is copied in host memory.
     """

@@ -286,7 +286,7 @@ def _make_sample(
     betas = (1 - mean_weight, 1 - square_weight)
     group = {"lr": 3e-3, "betas": betas, "eps": eps, "weight_decay": 0.1}
     tables = build_tables(torch.device("cpu"))
-    # The same for all steps: beside a much larger number, rounding of the smaller one is lost.
+    # The same for all steps: added to a much larger number, rounding of the smaller one is lost.
     magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
     for step in (1, 2, 3):
         gradient = torch.randn(shape, generator=generator) * magnitudes_N1

@@ -105,7 +105,7 @@ def apply_layout(
         compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
         storage: context entered while memory is allocated and filled; a rehearsal passes one in
             which tensors take no memory.
-        offload: keeps the matrices of blocks, beside adapters the frozen ones, which then are
+        offload: keeps the matrices of blocks, with adapters the frozen ones, which then are
             neither allocated here nor sharded by FSDP2. A `TrainedWeightStore` without adapters;
             a `TrainedShardStore` if ZeRO shards them over ranks.
 
@@ -349,7 +349,8 @@ def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
 
 
 def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Cast frozen matrices beside adapters to the compute dtype, in which products read them.
+    """Cast frozen matrices of layers with adapters to the compute dtype, in which products read
+    them.
 
     Nothing is ever added to them, so they need no fp32 copy. Parameters that are computed in
     fp32 stay so: norms, biases, routers.
@@ -369,7 +370,7 @@ def _shard_parameters(
     layout: Layout,
     coordinates: dict[str, int],
 ) -> None:
-    """Replace parameters that tp or ep shards by ones of this rank's shape, without memory."""
+    """Replace parameters that tp or ep shards with ones of this rank's shape, without memory."""
     names = {parameter: name for name, parameter in decoder.named_parameters()}
     for module in decoder.modules():
         for attribute, parameter in list(module.named_parameters(recurse=False)):

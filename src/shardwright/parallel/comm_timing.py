@@ -9,7 +9,7 @@
 
 On a CPU a collective blocks the process and is timed by the clock. On CUDA it blocks the
 computing stream: a pair of events measures the exposed communication there, costs the host some
-microseconds, and waits for nothing. Communication beside computation (DDP's buckets, FSDP2's
+microseconds, and waits for nothing. Communication during computation (DDP's buckets, FSDP2's
 reduce-scatter on CUDA) is not counted until the backward pass has ended; `train.step` counts
 that wait as `reduction`.
 

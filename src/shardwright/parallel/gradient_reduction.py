@@ -22,7 +22,7 @@ from shardwright.parallel.mesh import Mesh
 _DATA_GROUP_AXES = (*DATA_AXES, "efsdp")
 _ALONE_BYTES = 1 << 20
 """Gradients of this size are reduced in place, not copied into a bucket: a bucket that is reduced
-beside backward passes takes memory until they end."""
+during backward passes takes memory until they end."""
 
 
 @dataclass(frozen=True)

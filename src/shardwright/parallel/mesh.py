@@ -249,7 +249,7 @@ class Mesh:
         return self._reduce_over(tensor, axes, dist.ReduceOp.SUM)
 
     def maximise_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
-        """Replace elements in place by the largest of the ranks of the named axes."""
+        """Replace elements in place with their maximum over the ranks of the named axes."""
         return self._reduce_over(tensor, axes, dist.ReduceOp.MAX)
 
     def _reduce_over(

@@ -73,7 +73,8 @@ of other products itself."""
 def _build_communication(
     shape: ModelShape, layout: Layout, results: SavedResults
 ) -> SavedCommunication | None:
-    """Choose the results of communication that a block keeps beside its results of products.
+    """Choose the results of communication that a block keeps in addition to its results of
+    products.
 
     None if no other rank computes parts of the same block.
     """

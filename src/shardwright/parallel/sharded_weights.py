@@ -131,7 +131,7 @@ def _free_reduced(groups: Sequence[Any]) -> None:
 def _bring_before_gather(
     group: Any, unit: int, offload: TrainedShardStore, shards: Sequence[nn.Parameter]
 ) -> None:
-    """Make an FSDP2 group fetch the unit's shards before its gathers."""
+    """Make an FSDP2 group fetch its unit's shards before it gathers."""
     unshard: Callable[[bool], None] = group.unshard
     locals_of_shards = [get_local_tensor(parameter.detach()) for parameter in shards]
 

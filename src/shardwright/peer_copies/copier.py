@@ -84,7 +84,7 @@ class PeerCopier:
         values: Mapping[str, Any],
         collect_merged_values: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """Start to copy this rank's state after `step`. Waits for the copy before, if it runs.
+        """Start to copy this rank's state after `step`. Waits for the end of the previous copy.
 
         Args:
             step: Number of finished optimizer steps.

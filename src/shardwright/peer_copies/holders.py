@@ -34,8 +34,8 @@ def choose_holders(nodes: Sequence[int]) -> tuple[int, ...]:
     if 2 * shift > len(nodes) and len(sizes) > 1:
         largest = max(sizes, key=sizes.__getitem__)
         raise LayoutError(
-            f"node {largest} has {shift} of {len(nodes)} ranks, and the ranks of other nodes keep "
-            "one copy each",
+            f"node {largest} has {shift} of {len(nodes)} ranks; the ranks of other nodes keep one "
+            "copy each, which is not enough",
             field="elastic.peer_copies",
             got=1,
             allowed="1 if no node has more than half of the ranks",

@@ -233,7 +233,9 @@ def _list_tensor_parallel_problems(
             sequence_length // layout.cp
         )
     problems = [
-        f"{number} {noun} do not divide by {tp}" for noun, number in widths.items() if number % tp
+        f"{number} {noun} are not divisible by {tp}"
+        for noun, number in widths.items()
+        if number % tp
     ]
     if kv_heads % tp and tp % kv_heads:
         problems.append(
@@ -241,5 +243,5 @@ def _list_tensor_parallel_problems(
             "evenly by them"
         )
     if -(-shape.vocab_size // tp) * (tp - 1) >= shape.vocab_size:
-        problems.append(f"{shape.vocab_size} vocabulary rows leave one of {tp} ranks without any")
+        problems.append(f"{shape.vocab_size} vocabulary rows leave one of {tp} ranks without a row")
     return problems

@@ -40,7 +40,7 @@ TensorParallelStyle = Literal[
                  the same within each expert; expert parallelism shards the experts themselves.
                  The bias of expert_rows is added on the first rank, before the sum
 
-Adapters have the role of the matrix beside them, and are sharded with it (`_build_adapter_shard`).
+Adapters have the role of their matrix, and are sharded with it (`_build_adapter_shard`).
 """
 
 TENSOR_PARALLEL_STYLES: dict[ParameterRole, TensorParallelStyle] = {
@@ -209,7 +209,7 @@ def _build_adapter_shard(
 ) -> Shard | None:
     """Shard an adapter as its matrix: A over inputs, B and magnitude over outputs.
 
-    Otherwise it is replicated, and used beside sharded parts: A computes the features that all
+    Otherwise it is replicated, and used next to sharded parts: A computes the features that all
     shards of B take, B gives partial sums of the outputs of A's shards, and so every rank has
     part of the gradient.
     """

@@ -101,7 +101,7 @@ def balance_rows(
 
 
 def sort_by_length(lengths: Sequence[int]) -> list[int]:
-    """Return the rows in the order of their slots, longest first; equal ones in their order."""
+    """Return the rows in the order of their slots: by length, longest first, then by number."""
     return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 

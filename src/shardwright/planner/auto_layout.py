@@ -38,7 +38,7 @@ def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
     """Build the recipe's cluster with one device per rank.
 
     Raises:
-        InputError: unknown devices or links, or a number of ranks that is no multiple of a
+        InputError: unknown devices or links, or a number of ranks that is not a multiple of a
             node's devices.
     """
     profile = None if section.profile is None else load_profile(section.profile)
@@ -133,7 +133,7 @@ def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Pla
 
 
 def set_expert_dispatch(plan: Plan, order: ExpertDispatch, reason: str) -> Plan:
-    """Return the plan with the order that `layout.expert_dispatch: auto` stands for."""
+    """Return the plan with the order that `layout.expert_dispatch: auto` resolves to."""
     placement = replace(plan.placement, layout=replace(plan.layout, expert_dispatch=order))
     return replace(plan, placement=placement, expert_dispatch_reason=reason)
 

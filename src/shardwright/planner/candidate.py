@@ -43,7 +43,7 @@ before the model's first one. The copy takes memory."""
 
 @dataclass(frozen=True)
 class LowRankAdapter:
-    """Low-rank adapters beside frozen weights, of rank `rank`, for each matrix of `roles`.
+    """Low-rank adapters of frozen weights, of rank `rank`, for each matrix of `roles`.
 
     `quantised` stores the frozen matrices of the blocks in NF4 (QLoRA, arXiv 2305.14314).
     """
@@ -92,9 +92,9 @@ class Candidate:
     is_updated_on_host: bool = False
     """True if the host updates offloaded states: moments do not pass through the device."""
     parameter_offload: OffloadTier = "none"
-    """Tier of the matrices of blocks between their uses; beside adapters the frozen ones."""
+    """Tier of the matrices of blocks between their uses; with adapters the frozen ones."""
     can_offload_trained: bool = True
-    """False if a setting that is no part of the candidate needs trained weights on the device."""
+    """False if a setting outside the candidate needs trained weights on the device."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES

@@ -102,7 +102,7 @@ def count_context_work(
 
 
 def compute_attention_loads(works: Sequence[ContextWork]) -> AttentionLoads:
-    """Compute the work of the busiest rank over the mean, by window of the layers."""
+    """Compute the busiest rank's work divided by the mean, for each window that layers have."""
     return tuple((work.window, work.busiest / work.mean) for work in works)
 
 

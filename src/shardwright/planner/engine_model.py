@@ -117,7 +117,7 @@ class EngineModel:
 
     @property
     def adapter_passes(self) -> AdapterPasses:
-        """Reads and writes of adapters beside their matrices."""
+        """Reads and writes of adapters in addition to their matrices."""
         return SEPARATE_ADAPTER_PASSES
 
     @property
@@ -177,7 +177,8 @@ class EngineModel:
         return 2.0 if should_reduce_in_bf16 else float(master_bytes)
 
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
-        """Return the bytes of optimizer states, and of master weights beside the weights."""
+        """Return the bytes of optimizer states, and of master weights in addition to the
+        weights."""
         return OPTIMIZER_COSTS[optimizer].state_bytes * (2 if master_bytes == 8 else 1)
 
     def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
@@ -192,8 +193,8 @@ class EngineModel:
         rate: float,
         num_local_ranks: int,
     ) -> float:
-        """Compute the seconds of an update whose states come and go at `rate` bytes per second in
-        each direction. The transfers run beside the update. `num_local_ranks` share a host."""
+        """Compute the seconds of an update whose states are read and written back at `rate` bytes
+        per second in each direction, during the update. `num_local_ranks` share a host."""
         return max(update_seconds, state_bytes / rate)
 
     @property
@@ -215,8 +216,8 @@ class EngineModel:
         return False
 
     def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
-        """Compute total bytes of one micro-batch's gradients beside their sums. Here they are
-        added as they are computed."""
+        """Compute total bytes of one micro-batch's gradients in addition to their sums. Here they
+        are added as they are computed."""
         return 0.0
 
     def compute_pending_gradient_bytes(self, num_bytes: float) -> float:

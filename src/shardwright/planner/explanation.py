@@ -69,7 +69,7 @@ def _explain_choice(result: SearchResult) -> str | None:
 
 
 def _explain_tensor_links(predictor: Predictor, problem: PlanningProblem) -> str | None:
-    """Compare tensor parallelism within a domain with twice its degree."""
+    """Compare the largest `tp` within one domain of fast links with twice that degree."""
     cluster = predictor.cluster
     inside = max(
         (d for d in list_divisors(problem.num_gpus) if d <= cluster.domain_size), default=1

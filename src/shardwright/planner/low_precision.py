@@ -105,7 +105,7 @@ class ScaledShares:
 
     @property
     def temporary_bytes(self) -> float:
-        """Bytes per element at the peak of a quantisation in separate operations."""
+        """Peak temporary bytes per element of a quantisation in separate operations."""
         return _TEMPORARY_4BIT_BYTES if self.has_4bit_operands else _TEMPORARY_BYTES
 
     def get_share(self, role: str) -> float:
@@ -128,8 +128,8 @@ class ScaledShares:
     ) -> OperandElements:
         """Count the elements that the three products of a weight quantise.
 
-        `weight_shares` are those of the weight in the forward and the backward pass: 1 unless its
-        codes are gathered.
+        `weight_shares` are the fractions of the weight that a rank quantises in the forward and
+        the backward pass: 1 unless its codes are gathered.
         """
         share = self.get_share(role)
         return OperandElements(

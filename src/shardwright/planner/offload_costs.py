@@ -43,8 +43,8 @@ def compute_host_update_seconds(
 ) -> float:
     """Compute the seconds of an update on the host, without the norm.
 
-    Gradients and weights leave beside the last backward pass if they are complete then. Weights
-    return, and moments on disk come and go, beside the update.
+    Gradients and weights leave during the last backward pass if they are complete then. Weights
+    return, and moments on disk are transferred, during the update.
 
     Args:
         moved_bytes: Bytes of host memory that the update reads and writes.
@@ -86,7 +86,7 @@ def count_resident_layers(candidate: Candidate, layers_per_stage: float) -> floa
 
     One layer computes while another one's tensors leave or return. In a pipeline the last layer
     of the latest forward pass stays, too, until the next one begins; a stage of one layer waits
-    for none to return.
+    for no tensors to return.
     """
     if candidate.activation_offload == "none":
         return inf
@@ -111,8 +111,8 @@ def compute_transfer_waits(
     backward_seconds: float,
     profile: MeasuredProfile | None,
 ) -> tuple[float, float]:
-    """Return the seconds by which a layer's forward and backward pass are extended while the
-    bytes of another layer come and go beside them."""
+    """Return the seconds by which a layer's forward and backward pass are extended while another
+    layer's bytes are transferred at the same time."""
     steps = candidate.gradient_accumulation_steps
     returning = moved.gradients * (steps - 1) / steps
     activations = candidate.activation_offload

@@ -39,7 +39,7 @@ class PeerCopyCost:
     copy_seconds: float
     """Time from the device to host memory; the update of the next step waits for it."""
     send_seconds: float
-    """Time of the transfer to the holder, beside the next step."""
+    """Time of the transfer to the holder, during the next step."""
     covers_node_loss: bool
     """True if the holders are on other nodes."""
 

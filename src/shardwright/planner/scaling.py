@@ -35,7 +35,7 @@ def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
     """Return the cluster with `num_gpus` devices: part of a node, or whole nodes.
 
     Raises:
-        LayoutError: the number is no multiple of a node's devices.
+        LayoutError: the number is not a multiple of a node's devices.
     """
     if num_gpus <= cluster.gpus_per_node:
         return replace(

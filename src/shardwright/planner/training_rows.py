@@ -97,10 +97,6 @@ class TrainingRows:
             text += f", {sum(map(len, self.documents)) / num_rows:.1f} documents per row"
         return text
 
-    def select_steps(self, num_steps: int, rows_per_step: int) -> TrainingRows:
-        """Return the rows of the first `num_steps` steps only."""
-        return replace(self, documents=self.documents[: num_steps * rows_per_step])
-
     def count_steps(self, candidate: Candidate) -> int:
         """Count the steps of the candidate that the rows are enough for, up to the limits."""
         per_step = candidate.layout.data_ranks * candidate.gradient_accumulation_steps

@@ -59,7 +59,7 @@ def _compare_rates(
 ) -> UpdateChoice:
     """Compare the seconds per parameter of both places.
 
-    Copies of gradients and weights to the host run beside the backward pass and count nothing.
+    Copies of gradients and weights to the host run during the backward pass and count nothing.
     """
     link = tiers.host_link_bytes_per_second
     memory = tiers.host_memory_bytes_per_second

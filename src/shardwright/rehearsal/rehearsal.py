@@ -254,7 +254,7 @@ def choose_device(requested: DeviceKind, recipe: Recipe) -> RehearsalDevice:
     is_available = torch.cuda.is_available()
     if requested == "cuda" and not is_available:
         raise InputError(
-            "torch finds no CUDA device, whose operators the step would run (without its memory)",
+            "torch finds no CUDA device; the step runs its operators, without its memory",
             field="--device",
             got="cuda",
             allowed="cpu or auto",

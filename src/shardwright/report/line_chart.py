@@ -181,7 +181,7 @@ def _wrap_svg(canvas: _Canvas, title: str, is_standalone: bool) -> str:
 
 
 def _stack_areas(series: Sequence[Series]) -> list[Series]:
-    """Replace the values of areas by running sums over the areas."""
+    """Replace the values of areas with running sums over the areas."""
     stacked: list[Series] = []
     total: FloatArray | None = None
     for item in series:

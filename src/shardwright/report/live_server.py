@@ -123,7 +123,7 @@ class LiveServer(http.server.ThreadingHTTPServer):
                 f"cannot listen on port {port}: {error.strerror}",
                 field="--port",
                 got=port,
-                remedy="Leave it out to use a free port",
+                remedy="Leave out --port to use a free port",
             ) from error
 
     @property

@@ -119,18 +119,18 @@ def _describe_memory(events: Sequence[MemoryEvent], *, has_prediction: bool) -> 
         )
     if events and events[-1].offloaded_bytes is not None:
         offloaded = format_bytes(max(events[-1].offloaded_bytes))
-        note += f"{offloaded} of optimizer states are offloaded, beside these bytes. "
+        note += f"{offloaded} of optimizer states are offloaded, in addition to these bytes. "
     if events and events[-1].offloaded_activation_bytes is not None:
         left = format_bytes(max(events[-1].offloaded_activation_bytes))
-        note += f"Up to {left} of saved tensors are offloaded, beside these bytes. "
+        note += f"Up to {left} of saved tensors are offloaded, in addition to these bytes. "
     if events and events[-1].offloaded_parameter_bytes is not None:
         weights = format_bytes(max(events[-1].offloaded_parameter_bytes))
-        note += f"{weights} of weights are offloaded, beside these bytes. "
+        note += f"{weights} of weights are offloaded, in addition to these bytes. "
     return note
 
 
 _NOT_ON_THE_DEVICE = ("total", "capacity", "offloaded", "host", "disk")
-"""Predicted bytes that are no part of the device's total."""
+"""Predicted bytes that are not included in the device's total."""
 
 
 def _read_predicted_memory(run: Run) -> dict[str, float]:

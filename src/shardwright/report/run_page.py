@@ -116,7 +116,7 @@ def _render_run_head(run: Run, summary: dict[str, Any]) -> str:
 
 
 def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the main numbers as (name, value), without unknown ones."""
+    """Return the main numbers as (name, value); unknown ones are left out."""
     total = summary["total_steps"]
     best_at = (
         f"best validation loss, step {summary['best_validation_step']:,}"

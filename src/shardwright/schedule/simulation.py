@@ -46,17 +46,6 @@ class ActionTimes:
             (transfer,) * (num_stages - 1),
         )
 
-    def duration_of(self, action: Action) -> float:
-        """Return the time of an action."""
-        stage = action.stage
-        if action.kind == "F":
-            return self.forward[stage]
-        if action.kind == "I":
-            return self.input_gradient[stage]
-        if action.kind == "W":
-            return self.weight_gradient[stage]
-        return self.input_gradient[stage] + self.weight_gradient[stage]
-
 
 @dataclass(frozen=True)
 class Timeline:

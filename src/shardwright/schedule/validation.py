@@ -54,7 +54,7 @@ def check_schedule(schedule: Schedule) -> ScheduleStatistics:
 
 
 def count_peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Count the most activations that each rank stores at a time, in micro-batches x stages.
+    """Return the most activations that each rank stores at a time, in micro-batches x stages.
 
     An activation is stored from its F to its B or, where the backward pass is split, to its W,
     which needs the layers' inputs and the gradients of their outputs.

@@ -58,7 +58,7 @@ class GarbageCollection:
 
 
 def freeze_imports() -> None:
-    """Exclude all objects of this process from collections for good, before it has any model."""
+    """Exclude all objects of this process from collections permanently, before it has a model."""
     global _are_imports_excluded
     gc.collect()
     gc.freeze()

@@ -28,7 +28,7 @@ from shardwright.launch.node_service import serve_node
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     detect_rank_environment,
-    is_torchrun_restart,
+    is_restart,
 )
 from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop
@@ -77,7 +77,7 @@ def train(
         _check_launched_ranks(recipe, ranks, num_ranks)
     world_size = count_ranks(recipe.elastic, num_ranks)
     folder = RunFolder.from_recipe(recipe)
-    resume_if_started = resume_if_started or is_torchrun_restart()
+    resume_if_started = resume_if_started or is_restart()
     should_resume = resume or (resume_if_started and folder.is_started)
     if place is not None and place.index:
         serve_node(place, num_ranks or 1, str(folder.path))

@@ -82,7 +82,7 @@ def check_samples(
         )
     if isinstance(shape, HFShape) and not shape.has_plain_head:
         raise RecipeError(
-            f"the logits of transformers' {shape.class_name} need more than its output matrix",
+            f"the logits of transformers' {shape.class_name} depend on more than its output matrix",
             field=field,
             got=got,
             allowed="0",

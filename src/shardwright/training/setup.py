@@ -140,7 +140,7 @@ def offload_weights(
     default_folder: Path,
     open_stored: Callable[[], StoredWeights | None],
 ) -> WeightOffload | ParameterOffload | None:
-    """Build the section's offloading of weights, beside adapters of the frozen ones.
+    """Build the section's offloading of weights, with adapters of the frozen ones.
 
     None if none move.
 

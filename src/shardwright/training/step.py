@@ -39,7 +39,7 @@ class Objective(Protocol):
     """Training objective: the decoder's arguments for a summed loss, and the normaliser."""
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Add inputs to micro-batches that must be computed before the first forward pass."""
+        """Add to the micro-batches the inputs that are computed before the first forward pass."""
         ...
 
     def arguments(self, batch: MicroBatch) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _count_objective(
 
 
 def _replace_zero_by_one(count: Tensor) -> Tensor:
-    """Replace a count of zero by one: without supervised tokens the mean is 0, not nan."""
+    """Replace a count of zero with one: without supervised tokens the mean is 0, not nan."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 

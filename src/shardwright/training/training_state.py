@@ -36,7 +36,7 @@ class TrainingState:
     activation_offload: ActivationOffload | None = None
     """Saved tensors of blocks in a slower tier; None if none move."""
     weight_offload: WeightOffload | ParameterOffload | None = None
-    """Weights of blocks in a slower tier, beside adapters the frozen ones; None if none move."""
+    """Weights of blocks in a slower tier, with adapters the frozen ones; None if none move."""
 
     def close_offloads(self) -> None:
         """End all transfers and free the memory or the files of the slower tiers."""

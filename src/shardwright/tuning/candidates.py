@@ -213,7 +213,7 @@ class _CandidateSearch:
             distinct.setdefault(candidate.key, candidate)
         if len(distinct) < 2:
             raise InputError(
-                "nothing to tune: only one candidate is left",
+                "nothing to tune: only one combination of settings remains",
                 field="--fix" if self.request.fixed else "recipe",
                 got=", ".join(each.describe() for each in distinct.values()) or None,
                 allowed=f"settings that tuning may change: {', '.join(SETTINGS)}",

@@ -172,7 +172,7 @@ class _Halving:
         self._measured: dict[str, Measurement] = {}
 
     def run_round(self, keys: Sequence[str], num_steps: int) -> dict[str, Measurement] | None:
-        """Try each candidate; return the measurements, None if the search ends here."""
+        """Try each candidate; return the measurements, or None if the search ends in this round."""
         measured: dict[str, Measurement] = {}
         for key in keys:
             outcome = self._try_candidate(key, num_steps)

@@ -245,7 +245,7 @@ def choose_dtypes(requested: Sequence[str]) -> list[VerificationDtype]:
     unknown = [name for name in requested if name not in VERIFICATION_DTYPES]
     if unknown:
         raise InputError(
-            "not a supported dtype",
+            "unsupported dtype",
             field="dtype",
             got=unknown[0],
             allowed=" or ".join(VERIFICATION_DTYPES),

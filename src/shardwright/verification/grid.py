@@ -1,23 +1,18 @@
 """Grid of verifications: three small models in layouts of one to four kinds of parallelism.
 
-A cell is a model, a layout and a case. `make verify-all` runs all cells; `choose_covering_cells`
-chooses a small subset with every pair of properties, for daily runs.
+A cell is a model, a layout and a case. `make verify-all` runs all cells.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import combinations, product
 from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.config.offload import NOT_OFFLOADED, OffloadSection, OffloadTier
-from shardwright.config.recipe import RecomputeKind
 from shardwright.errors import LayoutError
-from shardwright.layout import AXES, CpMethod, Layout
+from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.placement import place_model
 from shardwright.schedule import PIPELINE_SCHEDULES, has_split_backward
@@ -60,8 +55,6 @@ GRID_MODELS: dict[str, dict[str, Any]] = {
 """Models of the grid: grouped-query attention; tied embeddings, fused projections and learned
 positions; experts and per-head norms."""
 NUM_GRID_LAYERS = 4
-NUM_COVERING_LAYERS = 2
-"""Layers of a chosen cell without pipeline stages: a first and a last one."""
 
 SCHEDULES = tuple(PIPELINE_SCHEDULES)
 CP_METHODS: tuple[CpMethod, ...] = ("ring", "all_gather", "ulysses")
@@ -92,9 +85,6 @@ GRID_OFFLOADS = tuple(
 """Offloading of cells. On a CPU parameters and activations in `host` would not move."""
 
 CELLS_PER_LAYOUT = 2
-_OFFLOAD_COST = 3.0
-"""Cost of a cell with a resident and an offloaded run more."""
-_RECOMPUTE_COST: dict[RecomputeKind, float] = {"none": 1.0, "full": 1.3, "selective": 1.9}
 
 
 @dataclass(frozen=True)
@@ -107,62 +97,6 @@ class GridCell:
     refusal: str | None = None
     num_layers: int = NUM_GRID_LAYERS
     offload: OffloadSection = NOT_OFFLOADED
-
-    @property
-    def offload_properties(self) -> frozenset[str]:
-        """Each offloaded kind of state with its tier."""
-        tiers = self.offload.tiers.items()
-        return frozenset(f"{name} in {tier}" for name, tier in tiers if tier != "none")
-
-    @cached_property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        """Pairs that `choose_covering_cells` covers.
-
-        Offloading is paired with the degrees, stages and recomputations, which decide when its
-        transfers begin and end.
-        """
-        decisive = [
-            name
-            for name in self.properties
-            if name in (*AXES, "ep") or name.startswith(("zero_stage", "recompute"))
-        ]
-        return frozenset(
-            [
-                *combinations(sorted(self.properties), 2),
-                *product(sorted(self.offload_properties), decisive),
-            ]
-        )
-
-    @cached_property
-    def properties(self) -> frozenset[str]:
-        """Properties of model, layout and case, of which `choose_covering_cells` covers all
-        pairs.
-        """
-        layout = self.layout
-        case = self.case
-        properties = {
-            f"model {self.model}",
-            f"accumulation {min(case.accumulation, 3)}",
-            f"recompute {case.recompute}",
-        }
-        properties |= {
-            f"dropout {case.dropout}",
-            f"documents {case.documents}",
-            f"zero_stage {layout.zero_stage}",
-        }
-        properties |= {
-            axis
-            for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
-            if layout.degree(axis) > 1
-        }
-        if layout.tp > 1:
-            properties.add(f"sequence_parallel {layout.sequence_parallel}")
-        if layout.pp > 1:
-            properties.add(layout.schedule)
-            properties |= {"embedding tied over stages"} if self.model == "tied" else set()
-        if layout.cp > 1:
-            properties.add(layout.cp_method)
-        return frozenset(properties)
 
 
 def read_grid_shape(name: str, num_layers: int = NUM_GRID_LAYERS) -> ModelShape:
@@ -313,51 +247,6 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
         if layout.pp == 1
         else replace(case, accumulation=2 * layout.pp * (1 + case.accumulation % 2))
     )
-
-
-def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
-    """Choose cells that cover all pairs of properties, greedily by new pairs per cost.
-
-    Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time. Of
-    activations that are offloaded more than two layers are needed: two stay on the device.
-    """
-    cells = [
-        replace(cell, offload=offload, num_layers=_choose_num_layers(cell.layout, offload))
-        for cell in dict.fromkeys(replace(cell, offload=NOT_OFFLOADED) for cell in cells)
-        for offload in (NOT_OFFLOADED, *list_offloads(cell.layout))
-    ]
-    costs = {cell: _estimate_cost(cell) for cell in cells}
-    uncovered = set().union(*(cell.pairs for cell in cells))
-    chosen: list[GridCell] = []
-    while uncovered:
-        best = max(cells, key=lambda cell: len(uncovered & cell.pairs) / costs[cell])
-        chosen.append(best)
-        uncovered -= best.pairs
-    num_cells = Counter(pair for cell in chosen for pair in cell.pairs)
-    for cell in sorted(chosen, key=lambda cell: costs[cell], reverse=True):
-        if all(num_cells[pair] > 1 for pair in cell.pairs):  # covered by later choices
-            chosen.remove(cell)
-            num_cells.subtract(cell.pairs)
-    return sorted(chosen, key=cells.index)
-
-
-def _choose_num_layers(layout: Layout, offload: OffloadSection) -> int:
-    if layout.pp == 1 and offload.activations == "none":
-        return NUM_COVERING_LAYERS
-    return NUM_GRID_LAYERS
-
-
-def _estimate_cost(cell: GridCell) -> float:
-    """Estimate the processor time of a cell, up to a constant factor; fitted to measured times.
-
-    The time that ranks wait for each other counts too.
-    """
-    layers_of_rank = cell.num_layers / cell.layout.pp
-    operations = (
-        layers_of_rank * (1 + cell.case.accumulation) * _RECOMPUTE_COST[cell.case.recompute]
-    )
-    cost = cell.layout.world_size**1.5 * operations * (1.4 if cell.model == "moe" else 1.0)
-    return cost * (_OFFLOAD_COST if cell.offload.is_enabled else 1.0)
 
 
 def group_by_reference(

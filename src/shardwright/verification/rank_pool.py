@@ -61,7 +61,7 @@ class RankPool:
         """Build a pool without workers.
 
         Args:
-            timeout_seconds: limit of a call, and of waiting for another rank.
+            timeout_seconds: time limit of a call, and of a wait for another rank.
             backend: backend of the process group, which works on CPU tensors.
         """
         self.timeout_seconds = timeout_seconds

@@ -79,7 +79,7 @@ def enable_nccl_flight_recorder(
     """Enable NCCL's flight recorder, which knows the operations started on the device.
 
     Sets environment variables, so it must run before NCCL creates groups; values set by the
-    user stay. NCCL writes the record to `hang_reports` when the watchdog writes to the pipe beside
+    user stay. NCCL writes the record to `hang_reports` when the watchdog writes to the pipe next to
     the heartbeat (`watchdog.monitor`), and when a collective times out.
 
     Args:

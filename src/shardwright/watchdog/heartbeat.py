@@ -33,7 +33,7 @@ PHASES = ("setup", "step", "evaluate", "save", "done")
 STACKS_SIGNAL = signal.SIGUSR2
 HEARTBEAT_INTERVAL_SECONDS = 0.5
 NCCL_PIPE_STEM = "nccl-"
-"""Prefix of `nccl-<rank>.pipe`, beside the heartbeat on CUDA; NCCL dumps its record when
+"""Prefix of `nccl-<rank>.pipe`, next to the heartbeat on CUDA; NCCL dumps its record when
 something is written to it."""
 
 _MAGIC = b"SWPULSE1"

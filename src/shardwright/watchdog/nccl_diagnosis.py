@@ -191,7 +191,7 @@ def _count_shifted(
 
 
 def _find_collective_waits(records: Mapping[int, NcclRecord]) -> Iterator[_Wait]:
-    """Yield the first collective of each group that some ranks wait in and others are late for."""
+    """Yield each group's first collective that some ranks have entered and others have not."""
     for group, by_rank in _group_collectives(records).items():
         pending = [
             operation.sequence_number

@@ -158,7 +158,7 @@ class RecordRequest:
         if stamp is None:
             raise NcclRecordError("it wrote no record")
         if stamp == self._before[rank]:
-            raise NcclRecordError("its record is of an earlier hang")
+            raise NcclRecordError("its record belongs to an earlier hang")
         return read_record(Path(f"{self._stem}{rank}"), rank)
 
     def _read_stamp(self, rank: int) -> tuple[int, int] | None:

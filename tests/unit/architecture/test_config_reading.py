@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.architecture import (
-    INERT_FIELDS,
-    MODEL_FAMILIES,
-    OFF_FIELDS,
-    read_config,
-    shrink_model,
-)
+from shardwright.architecture import INERT_FIELDS, MODEL_FAMILIES, OFF_FIELDS, read_config
 from shardwright.errors import ArchitectureError
 from tests.reference.cases import CASES
 
@@ -255,40 +249,6 @@ def test_windows_by_family() -> None:
         name: value for name, value in CASES["mistral-window"].items() if name != "sliding_window"
     }
     assert {layer.window for layer in read_config(absent).layers} == {4096}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_shrunk_model_keeps_the_features_of_its_family(case: str) -> None:
-    shape = read_config(CASES[case])
-    small = shrink_model(shape, num_layers=2, hidden_size=16, vocab_size=50, sequence_length=8)
-    assert (small.family, small.num_layers, small.hidden_size, small.vocab_size) == (
-        shape.family,
-        2,
-        16,
-        50,
-    )
-    assert small.num_heads / small.num_kv_heads == shape.num_heads / shape.num_kv_heads
-    assert (small.query_width > small.hidden_size) == (shape.query_width > shape.hidden_size)
-    kinds = {(layer.window is None, layer.rope, layer.sparse) for layer in shape.layers}
-    assert {(layer.window is None, layer.rope, layer.sparse) for layer in small.layers} == kinds
-    assert all(layer.window is None or layer.window < 8 for layer in small.layers)
-    same = (
-        "names",
-        "qk_norm",
-        "tied_embeddings",
-        "qkv_bias",
-        "mlp_bias",
-        "attention_soft_cap",
-        "final_soft_cap",
-        "norm_offset",
-    )
-    assert all(getattr(small, name) == getattr(shape, name) for name in same)
-    assert shrink_model(shape, num_layers=99, hidden_size=4096) == shape
-
-
-def test_shrinking_refuses_a_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(ArchitectureError, match="multiple of"):
-        shrink_model(read_config(LLAMA), hidden_size=13)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another version": (
         lambda folder: edit(folder, 0, lambda values: values.update(format_version=99)),
-        "another version of the recorder",
+        "by another version of the recorder",
     ),
     "a gap": (
         lambda folder: [edit(folder, rank, shift_box(0)) for rank in range(2)],

@@ -103,7 +103,10 @@ def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) ->
         (["export", "RUN", "--out", "OCCUPIED"], "the folder is not empty"),
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
         (["export", "RUN", "--out", "x", "--quantise", "int4"], "fp8-block, fp8-row"),
-        (["export", "RUN", "--out", "x", "--quantise", "fp8-block"], "not whole blocks of 128"),
+        (
+            ["export", "RUN", "--out", "x", "--quantise", "fp8-block"],
+            "not a multiple of the block size 128",
+        ),
         (["export", "RUN", "--out", "x", "--quantise-exclude", "*"], "nothing is quantised"),
     ],
 )

@@ -303,7 +303,7 @@ def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
     recipe = validate_recipe(RECIPE | {"layout": "auto", "cluster": "8xA100-80GB"})
     assert recipe.layout.auto
     assert recipe.cluster is not None
-    with pytest.raises(LayoutError, match="must be resolved first"):
+    with pytest.raises(LayoutError, match="cannot resolve `layout: auto`"):
         resolve_layout(recipe.layout, 8)
     chosen, prediction = choose_layout(recipe, build_cluster(recipe.cluster, 8), 8)
     assert not chosen.layout.auto

@@ -76,7 +76,7 @@ def test_a_recipe_with_everything_fixed_has_nothing_to_tune(
     names = ["layout", "micro_batch_size", "recompute", "compile", "prefetch", "bucket_size"]
     words = [word for name in names for word in ("--fix", name)]
     assert run(["tune", str(recipe), "--nproc", "2", *words]) == ExitCode.WRONG_INPUT
-    assert "nothing to tune: only one candidate is left" in capsys.readouterr().err
+    assert "nothing to tune: only one combination of settings remains" in capsys.readouterr().err
 
 
 def test_a_launchers_rank_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

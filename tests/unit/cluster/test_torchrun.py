@@ -77,7 +77,10 @@ def test_spare_nodes_have_no_ranks(recipe: Path, capsys: pytest.CaptureFixture[s
     spare = ["--set", "elastic.spare_nodes=1", "--json"]
     assert json.loads(run_launch(capsys, *words, *spare))["world_size"] == 8
     assert run(["launch", *words, "--set", "elastic.spare_nodes=3"]) == ExitCode.WRONG_INPUT
-    assert "elastic.spare_nodes: no node remains for the ranks" in capsys.readouterr().err
+    assert (
+        "elastic.spare_nodes: all nodes are spare nodes, so none is left for the ranks"
+        in capsys.readouterr().err
+    )
     kubernetes = [str(recipe), "--kubernetes", "--image", "i", "--gpus-per-node", "4", *WARM]
     assert run(["launch", *kubernetes]) == ExitCode.WRONG_INPUT
-    assert "elastic.warm_restarts: kubernetes starts all ranks again" in capsys.readouterr().err
+    assert "elastic.warm_restarts: kubernetes restarts all ranks" in capsys.readouterr().err

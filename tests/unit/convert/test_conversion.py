@@ -429,7 +429,7 @@ def test_the_written_recipe_lists_missing_keys(
         ("a.json", "{", "not valid JSON: Expecting property name"),
         ("a.json", "[" * 100_000, "not valid JSON"),
         ("a.yaml", "- 1", "a configuration must be a mapping"),
-        ("a.yaml", "colour: blue", "the keys match no known system"),
+        ("a.yaml", "colour: blue", "the keys do not match those of any known system"),
     ],
 )
 def test_wrong_input_is_refused(

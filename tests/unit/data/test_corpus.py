@@ -159,7 +159,7 @@ def test_explicit_validation_drops_documents_that_are_also_in_training(tmp_path:
     assert list_texts(corpus, "validation") == ["four", "five"]
     assert corpus.num_duplicates_dropped == 2
     assert (corpus.count_characters("train"), corpus.count_characters("validation")) == (11, 8)
-    with pytest.raises(DataError, match="is also in the training sources"):
+    with pytest.raises(DataError, match="the training sources contain all text of the validation"):
         build_corpus(training, validation=training)
 
 

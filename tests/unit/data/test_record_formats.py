@@ -283,7 +283,7 @@ def test_token_ids_carry_their_supervision() -> None:
     ("row", "message"),
     [
         ({"input_ids": [1, 2], "labels": [2, -100]}, "without a shift"),
-        ({"input_ids": [1, 2], "labels": [1]}, "2 ids and 1 labels"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 ids but 1 labels"),
         ({"input_ids": [1, -2]}, "an id is negative"),
         ({"input_ids": [1, "2"]}, "not a list of integers"),
         ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "0 or 1"),

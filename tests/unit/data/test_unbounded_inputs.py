@@ -100,7 +100,7 @@ def test_a_file_replaced_after_listing_does_not_block(tmp_path: Path, kind: str)
 def test_broken_and_circular_links_are_errors(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").symlink_to(tmp_path / "set" / "b.txt")
-    assert "a link is broken" in prepare_and_get_error(tmp_path, str(tmp_path / "set"))
+    assert "a symbolic link is broken" in prepare_and_get_error(tmp_path, str(tmp_path / "set"))
     (tmp_path / "set" / "b.txt").symlink_to(tmp_path / "set" / "a.txt")
     assert "Too many levels of symbolic links" in prepare_and_get_error(
         tmp_path, str(tmp_path / "set")

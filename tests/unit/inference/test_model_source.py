@@ -104,7 +104,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_adapters_without_a_base_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"adapters alone are not a model.*Name the run"):
+    with pytest.raises(InputError, match=r"this folder has adapters but no model.*Name the run"):
         open_model_source(tmp_path)
 
 

@@ -50,12 +50,12 @@ def test_several_processes_on_a_node_are_refused(second_of_three: pytest.MonkeyP
 
 def test_spare_nodes_leave_one_for_the_ranks(second_of_three: pytest.MonkeyPatch) -> None:
     three = ElasticSection(max_restarts=1, warm_restarts=True, spare_nodes=3)
-    with pytest.raises(InputError, match="no node remains") as error:
+    with pytest.raises(InputError, match="none is left for the ranks") as error:
         count_ranks(three, 4)
     assert error.value.allowed == "at most 2: the run has 3 nodes"
     for name in ("PROCID", "NTASKS", "LOCALID", "TASKS_PER_NODE"):
         second_of_three.delenv(f"SLURM_{name}")
-    with pytest.raises(InputError, match="no node remains"):
+    with pytest.raises(InputError, match="none is left for the ranks"):
         count_ranks(SPARE, 4)
 
 

@@ -13,10 +13,16 @@ import pytest
 
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.cli.main import run
+from shardwright.cluster.scheduler_variables import SCHEDULERS, SchedulerVariables
 from shardwright.config import dump_recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import CheckpointError, ExitCode, InputError, Preempted
-from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
+from shardwright.launch.rank_environment import (
+    RankEnvironment,
+    count_local_ranks,
+    detect_rank_environment,
+    is_restart,
+)
 from shardwright.launch.stop_signals import (
     LAUNCHER_DIED,
     STOP_SIGNALS,
@@ -88,6 +94,31 @@ def test_ranks_of_srun_connect_to_the_first_node_of_their_step(
     assert detect_rank_environment() == RankEnvironment(1, 2, 0)
     assert os.environ["MASTER_ADDR"] == "n3"
     assert os.environ["MASTER_PORT"] == "31", "a given value stays"
+
+
+def test_a_new_launcher_needs_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    pbs = SchedulerVariables(
+        "PBS_RANK",
+        "PBS_SIZE",
+        "PBS_LOCAL",
+        "PBS_NODE",
+        "PBS_RUNS",
+        ("PBS_JOBID",),
+        count_local_ranks=lambda environment: len(environment.get("PBS_HOSTS", "").split()),
+        find_rendezvous=lambda _environment: {"MASTER_ADDR": "n1", "MASTER_PORT": "31"},
+    )
+    monkeypatch.setattr("shardwright.launch.rank_environment.SCHEDULERS", (*SCHEDULERS, pbs))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what the ranks set is removed after the test
+        monkeypatch.delenv(name)
+    assert not is_restart()
+    rank = {"PBS_RANK": "1", "PBS_SIZE": "2", "PBS_LOCAL": "1", "PBS_RUNS": "1"}
+    for name, value in {**rank, "PBS_HOSTS": "n1 n1"}.items():
+        monkeypatch.setenv(name, value)
+    assert detect_rank_environment() == RankEnvironment(1, 2, 1)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n1", "31")
+    assert count_local_ranks() == 2
+    assert is_restart()
 
 
 def test_a_stop_is_recorded_and_handlers_are_restored() -> None:

@@ -35,14 +35,14 @@ def test_zigzag_balances_the_attention_pairs_of_ranks(degree: int) -> None:
     [
         (Layout(cp=2), {}, "ulysses", "heads divide by 2"),
         (Layout(cp=2, tp=2), {}, "ulysses", "4 ranks of tp x cp"),
-        (Layout(cp=8), {}, "ring", "heads do not divide"),
+        (Layout(cp=8), {}, "ring", "heads are not divisible by 8"),
         (
             Layout(cp=4, tp=4),
             {"num_heads": 64, "num_kv_heads": 64},
             "ring",
             "16 ranks of tp x cp may not fit in one node",
         ),
-        (Layout(cp=3), {"sequence_length": 66}, "ring", "heads do not divide by 3"),
+        (Layout(cp=3), {"sequence_length": 66}, "ring", "heads are not divisible by 3"),
         (
             Layout(cp=3),
             {"sequence_length": 66, "windows": (8, 8, None)},
@@ -53,7 +53,7 @@ def test_zigzag_balances_the_attention_pairs_of_ranks(degree: int) -> None:
             Layout(cp=3),
             {"sequence_length": 66, "windows": (8, None)},
             "ring",
-            "heads do not divide by 3",
+            "heads are not divisible by 3",
         ),
         (Layout(cp=2, cp_method="ring"), {}, "ring", "set by layout.cp_method"),
     ],
@@ -96,12 +96,12 @@ def test_one_rank_accepts_any_length() -> None:
         (
             Layout(cp=3, cp_method="ulysses"),
             {},
-            r"8 heads do not divide by 3 .*got 3.*nearest degree that works is 2",
+            r"8 heads are not divisible by 3 .*got 3.*nearest degree that works is 2",
         ),
         (
             Layout(cp=4, tp=4, cp_method="ulysses"),
             {},
-            r"2 heads \(on each of 4 tensor-parallel ranks\) do not divide by 4",
+            r"2 heads \(on each of 4 tensor-parallel ranks\) are not divisible by 4",
         ),
         (
             Layout(cp=2, cp_method="ulysses"),

@@ -285,7 +285,7 @@ class TestIndex:
 
     def test_a_pickled_file_is_refused(self, folder: Path) -> None:
         self.rewrite_index(folder, lambda index: index["weight_map"].update(w="pytorch_model.bin"))
-        with pytest.raises(WeightsError, match="not safetensors"):
+        with pytest.raises(WeightsError, match="not in safetensors format"):
             WeightsFolder(folder)
 
     def test_a_missing_file_is_refused(self, folder: Path) -> None:

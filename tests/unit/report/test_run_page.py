@@ -215,7 +215,7 @@ def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Pa
         json.dumps({"memory_bytes": {"weights": 2**30, "offloaded": 2**40, "total": 2**30}})
     )
     page = render(run)
-    assert "2.00 GiB of optimizer states are offloaded, beside these bytes." in page
+    assert "2.00 GiB of optimizer states are offloaded, in addition to these bytes." in page
     assert "TiB" not in page
     for name in ("offload", "parameter"):
         assert f'id="{name}-bytes"' in page

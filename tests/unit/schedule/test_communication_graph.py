@@ -208,7 +208,7 @@ def test_queues_of_the_channels_take_no_time(name: str, num_ranks: int) -> None:
 
 
 def test_a_send_behind_an_early_receive_is_late() -> None:
-    """Why one group per direction is slow even where nothing waits for ever."""
+    """Why one group per direction is slow even where nothing waits without end."""
     schedule = build_schedule("zbv", 8, 32)
     chosen, by_direction = (
         compute_step_seconds(build_graph(schedule, grouping, 1), 0.1)

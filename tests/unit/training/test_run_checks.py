@@ -131,13 +131,15 @@ def test_rows_are_assigned_by_work_if_requested(
 
 
 def test_windows_are_not_assigned_by_work(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="all windows have the same work"):
+    with pytest.raises(ValidationError, match="all windows need the same amount of work"):
         build_recipe(tmp_path, data={"packing": "windows", "assignment": "work"})
     recipe = build_recipe(tmp_path, data={"packing": "auto", "assignment": "work"})
     text = tmp_path / "plain.txt"
     text.write_text(ALPHABET * 30)
     sources = recipe.data.model_copy(update={"sources": (DataSource(path=str(text)),)})
-    with pytest.raises(RecipeError, match=r"data\.assignment: all windows have the same work"):
+    with pytest.raises(
+        RecipeError, match=r"data\.assignment: all windows need the same amount of work"
+    ):
         validate_run(recipe.model_copy(update={"data": sources}), 2)
 
 

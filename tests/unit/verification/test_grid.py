@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
+from tests.covering_cells import choose_covering_cells, list_properties
+
 from shardwright.verification.grid import (
     CP_METHODS,
     GRID_CASES,
     GRID_MODELS,
     SCHEDULES,
     GridCell,
-    choose_covering_cells,
     group_by_reference,
     list_cells,
     list_grid_layouts,
@@ -66,7 +67,7 @@ def test_few_cells_cover_all_pairs_of_properties() -> None:
     assert len(chosen) < len(cells) / 4
 
     def list_pairs(cells: Iterable[GridCell]) -> set[tuple[str, ...]]:
-        return {pair for cell in cells for pair in combinations(sorted(cell.properties), 2)}
+        return {pair for cell in cells for pair in combinations(sorted(list_properties(cell)), 2)}
 
     assert list_pairs(chosen) == list_pairs(cells)
 

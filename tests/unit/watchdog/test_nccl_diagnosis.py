@@ -414,7 +414,7 @@ def test_records_are_waited_for_and_those_of_an_earlier_hang_are_refused(tmp_pat
     records = request.wait(4.0)
     writer.join()
     assert set(records.by_rank) == {0}
-    assert records.unreadable[1] == "its record is of an earlier hang"
+    assert records.unreadable[1] == "its record belongs to an earlier hang"
     assert records.unreadable[2] == "it wrote no record"
     assert "incomplete" in records.unreadable[3]
     started = time.monotonic()

@@ -69,7 +69,7 @@ def _list_attention_faults(degree: int) -> list[ComputationFault]:
 
 
 def iterate_faults(evidence: Evidence) -> Iterator[GradientCandidate]:
-    """Yield the gradients of each wrong computation, alone and beside one wrong division."""
+    """Yield the gradients of each wrong computation, alone and with one wrong division."""
     for fault in list_faults(evidence):
         reading = replace(evidence.reading, fault=fault)
         own = FAULT_MISTAKES[fault.kind]

@@ -113,7 +113,7 @@ def iterate_early_clips(evidence: Evidence, reading: BatchReading) -> Iterator[G
 
 
 def iterate_router_losses(evidence: Evidence, reading: BatchReading) -> Iterator[GradientCandidate]:
-    """Yield routers' auxiliary losses with a wrong factor, alone or beside a wrong division."""
+    """Yield routers' auxiliary losses with a wrong factor, alone or with a wrong division."""
     if not evidence.has_router_loss:
         return
     counts = evidence.count(reading)
@@ -229,7 +229,7 @@ def _iterate_common_factor(evidence: Evidence, expected: Tensor) -> Iterator[Gra
 
 
 def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[GradientCandidate]:
-    """Yield wrong divisions beside mistakes of some parameters."""
+    """Yield wrong divisions together with mistakes of some parameters."""
     counts = evidence.count(evidence.reading)
     for normaliser in iterate_normalisers(counts, evidence.objective):
         if len(normaliser.mistakes) == 1:
@@ -242,7 +242,7 @@ def _iterate_structures_of_weightings(evidence: Evidence) -> Iterator[GradientCa
 def _build_diagnosis(
     evidence: Evidence, expected: Tensor, fitting: Sequence[GradientCandidate]
 ) -> MistakeDiagnosis:
-    """Report the candidate with the fewest mistakes; others with the same effect beside it."""
+    """Report the candidate with the fewest mistakes; others with the same effect next to it."""
     ordered = sorted(fitting, key=lambda candidate: len(candidate.mistakes))
     best = ordered[0]
     others = dict.fromkeys(c.mistakes for c in ordered if len(c.mistakes) == len(best.mistakes))

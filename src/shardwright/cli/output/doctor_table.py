@@ -106,7 +106,7 @@ def _select_sizes(
 ) -> tuple[list[int], int]:
     """Return the message sizes that fit the width, and the number of omitted ones.
 
-    Sizes that all collectives were measured with take precedence.
+    Sizes at which all collectives were measured take precedence.
     """
     measured = [
         {int(size) for size in finding.numbers["bus_bytes_per_second"]} for finding in findings

@@ -173,7 +173,7 @@ def _read_tokens(row: RowFields) -> tuple[str, Any]:
     if "labels" in row:
         labels = row.read_integers("labels")
         if len(labels) != len(ids):
-            raise UnusableRecord(f"{len(ids)} ids and {len(labels)} labels")
+            raise UnusableRecord(f"{len(ids)} ids but {len(labels)} labels")
         if any(
             label not in (IGNORED_LABEL, token) for label, token in zip(labels, ids, strict=True)
         ):

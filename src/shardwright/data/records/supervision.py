@@ -134,7 +134,7 @@ class RecordEncoder:
         """
         record = json.loads(content)
         if canonical == "tokens":
-            raise UnusableRecord("token ids have no response as text")
+            raise UnusableRecord("a record of token ids has no response text")
         if canonical == "preference":
             raise UnusableRecord("a preference has two responses instead of one")
         if canonical == "completion" or (canonical == "pair" and self._template is None):

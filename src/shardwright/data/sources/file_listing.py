@@ -155,9 +155,7 @@ def _list_datasets_folder(source: DataSource, folder: Path, field: str) -> list[
             remedy="Save the dataset again with datasets 2.9 or later, which writes those rows",
         )
     if absent := [name for name in names if _detect_kind(folder / name, field) != "regular file"]:
-        raise DataError(
-            "state.json lists a file that does not exist", field=field, got=ascii(absent[0])[1:-1]
-        )
+        raise DataError("state.json lists a missing file", field=field, got=ascii(absent[0])[1:-1])
     return [build_source_file(source, folder / name, name, field) for name in names]
 
 
@@ -191,7 +189,7 @@ def _list_folder(source: DataSource, folder: Path, field: str) -> list[SourceFil
                 path = Path(parent) / name
                 if kind == "absent":
                     raise DataError(
-                        "a link is broken",
+                        "a symbolic link is broken",
                         field=field,
                         got=str(path),
                         remedy="Restore its target, or skip the link with `exclude`",

@@ -52,7 +52,7 @@ def fetch_sources(
     field: str,
     progress: DownloadProgressCallback | None = None,
 ) -> tuple[DataSource, ...]:
-    """Replace the URL of each remote source by the path of a copy in the cache `cache_root`.
+    """Replace the URL of each remote source with the path of a copy in the cache `cache_root`.
 
     Copies are identified by the name, size and version that the remote file system reports; a
     file that changed there is downloaded again.

@@ -80,7 +80,7 @@ class TextPiece(NamedTuple):
 
 
 class BrokenRecord(NamedTuple):
-    """Record that is skipped. Pieces of it may precede, if invalid UTF-8 is found later.
+    """Record that is skipped. Pieces of it were yielded before, if invalid UTF-8 is found late.
 
     `harmless` is True for an empty file, which has no text to lose.
     """

@@ -139,7 +139,7 @@ def _group_documents(
 
 
 def _check_absent(target: str) -> None:
-    """Raise if there is something at the target: old files would be sources, too."""
+    """Raise if the target is not empty: its old files would be read as sources, too."""
     try:
         if is_remote(target):
             file_system, path = open_file_system(target)

@@ -6,31 +6,24 @@ The examination reduces or omits problems that take too long
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from shardwright.architecture import ModelShape
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.run import DeviceKind
 from shardwright.data.data_cache import find_cache_root
 from shardwright.doctor.diagnosis import Diagnosis
 from shardwright.doctor.examination import CALIBRATION_SECONDS, ExaminationRequest
-from shardwright.doctor.rates.device_rates import (
-    MatmulShape,
-)
+from shardwright.doctor.rates.device_rates import MatmulShape
 from shardwright.doctor.rates.planner_lookups import (
-    PlannerLookups,
     find_catalog_name,
     list_default_lookups,
     list_recipe_lookups,
-    record_lookups,
 )
 from shardwright.doctor.rates.tier_rates import build_tiers, choose_scratch_folder
 from shardwright.doctor.storage import OutputFolder
@@ -44,7 +37,6 @@ from shardwright.hardware import (
 )
 from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate
 from shardwright.version import __version__
 
 
@@ -96,30 +88,6 @@ def list_output_folders(recipe: Recipe | None) -> tuple[OutputFolder, ...]:
     return (
         *folders,
         OutputFolder("data cache", str(find_cache_root(recipe.data.cache_dir)), False),
-    )
-
-
-def build_request_for_runs(
-    runs: Sequence[tuple[ModelShape, Candidate]], layout: Layout, *, device: DeviceKind = "auto"
-) -> ExaminationRequest:
-    """Build one request from the planner's lookups for several runs.
-
-    They are measured over the groups of `layout`, which has as many ranks as the largest run.
-    """
-    device_kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    lookups = [
-        record_lookups(shape, candidate, device_kind) or list_default_lookups(device_kind)
-        for shape, candidate in runs
-    ]
-    matmuls, attention, messages, elementwise = (
-        list(dict.fromkeys(chain.from_iterable(problems)))
-        for problems in zip(*(vars(each).values() for each in lookups), strict=True)
-    )
-    return ExaminationRequest(
-        budget_seconds=len(runs) * CALIBRATION_SECONDS,
-        layout=layout,
-        device=device,
-        **PlannerLookups(matmuls, attention, messages, elementwise).as_request_fields(),
     )
 
 

@@ -128,7 +128,7 @@ def _list_default_matmuls(device_kind: str) -> list[MatmulShape]:
 
 
 def list_default_lookups(device_kind: str) -> PlannerLookups:
-    """List the problems to measure without a recipe or for a device the catalogue lacks."""
+    """List the problems to measure if there is no recipe, or if the catalogue lacks the device."""
     num_heads, num_kv_heads, head_dim = _DEFAULT_HEADS[device_kind]
     workloads = [
         AttentionWorkload(
@@ -169,7 +169,7 @@ def list_recipe_lookups(recipe: Recipe, layout: Layout, device_kind: str) -> Pla
     candidate = build_recipe_candidate(recipe, build_template(recipe), layout.world_size)
     if candidate is None:
         raise InputError(
-            "this layout does not divide the recipe's batch",
+            "the recipe's batch cannot be divided over this layout's ranks",
             field="--layout",
             got=str(layout),
             remedy="shardwright doctor --checklist shows the nearest layout that does",

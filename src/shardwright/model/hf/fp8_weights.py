@@ -175,8 +175,8 @@ def _check_model(shape: ModelShape, weight_format: WeightFormat) -> None:
 def _check_blocks(piece: WeightFileSlice) -> None:
     if any(size % _BLOCK for size in piece.shape):
         raise InputError(
-            f"{piece.name} is {' x '.join(map(str, piece.shape))}, not whole blocks of "
-            f"{_BLOCK} x {_BLOCK}",
+            f"{piece.name} is {' x '.join(map(str, piece.shape))}, not a multiple of "
+            f"the block size {_BLOCK} x {_BLOCK}",
             field="quantise",
             got="fp8-block",
             allowed=f"widths that are multiples of {_BLOCK}, or fp8-row for any width",

@@ -342,7 +342,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             )
         if Path(file).suffix != ".safetensors":
             raise WeightsError(
-                "names a file that is not safetensors",
+                "lists a file that is not in safetensors format",
                 field=str(path),
                 got=file,
                 allowed="*.safetensors",
@@ -375,12 +375,12 @@ def _open_file(path: Path) -> Any:
         raise WeightsError(
             "the file is missing",
             field=str(path),
-            remedy=f"{INDEX_FILE_NAME} lists it: copy it here",
+            remedy=f"{INDEX_FILE_NAME} lists this file: copy it into the folder",
         ) from error
     except (SafetensorError, OSError) as error:
         if _is_pointer(path):
             raise WeightsError(
-                "is a Git LFS pointer, not the weights",
+                "this file is a Git LFS pointer, not the weights",
                 field=str(path),
                 remedy="Run `git lfs pull`",
             ) from error

@@ -159,7 +159,7 @@ def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) 
 
 
 def dequantise(matrix: QuantisedMatrix) -> Tensor:
-    """Return the values that the codes stand for, fp32, `[R, C]`."""
+    """Return the values that the codes represent, in fp32, `[R, C]`."""
     return apply_by_block(torch.div, matrix.codes.float(), matrix.multipliers, matrix.scaling)
 
 

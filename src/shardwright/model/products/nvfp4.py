@@ -118,7 +118,7 @@ def quantise(
 
 
 def dequantise(matrix: TwoLevelMatrix) -> Tensor:
-    """Return the values that the codes stand for, fp32, `[R, C]`."""
+    """Return the values that the codes represent, in fp32, `[R, C]`."""
     scales = matrix.block_scales.float()
     scaled_RC = fp8.apply_by_block(torch.mul, matrix.codes.float(), scales, matrix.scaling)
     return scaled_RC * _repeat_rows(matrix.outer_scales, scaled_RC)

@@ -48,7 +48,7 @@ def quantise(
 
 
 def dequantise(operand: Operand) -> Tensor:
-    """Return the values that the codes stand for, fp32."""
+    """Return the values that the codes represent, in fp32."""
     if isinstance(operand, TwoLevelMatrix):
         return nvfp4.dequantise(operand)
     return fp8.dequantise(operand)

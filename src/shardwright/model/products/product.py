@@ -113,7 +113,7 @@ class LayerReference(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Operands of a layer's product beside its input, in the input's precision."""
+    """Operands of a layer's product other than its input, in the input's precision."""
 
     matrix: Tensor
     """Weight, in its own orientation. Its gradient is the parameter's."""

@@ -1,7 +1,7 @@
 """Working weights: copies of master weights in the compute precision, cast once per update.
 
 Without them a product casts its fp32 weight at every use: in each micro-batch, and again when a
-block is recomputed. A working weight is a buffer beside its parameter. The parameter stays what
+block is recomputed. A working weight is a buffer next to its parameter. The parameter stays what
 the optimizer, DDP and checkpoints know, and takes the gradient, which is accumulated in its own
 dtype as before. A cast made once has the bits of a cast made at each use.
 

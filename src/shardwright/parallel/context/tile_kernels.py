@@ -41,7 +41,7 @@ _CHECKED_TOKENS = 128
 class CudnnKernel:
     """cuDNN's attention, in half precision and without masks.
 
-    It supports fewer key/value heads than query heads.
+    Query heads may share key/value heads (grouped-query attention).
     """
 
     def forward(self, tile: TileInputs) -> PartialAttention:

@@ -70,8 +70,8 @@ class LayerActivations:
     deferring_gradient_bytes: float = 0.0
     """Those of `gradient_bytes` where they are deferred."""
     quantising_bytes: float = 0.0
-    """Bytes beside the saved ones where the forward pass quantises its last operands, in separate
-    operations."""
+    """Bytes in addition to the saved ones where the forward pass quantises its last operands, in
+    separate operations."""
 
     @property
     def total_bytes(self) -> float:
@@ -134,7 +134,8 @@ def get_layer_activations(
 
 
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Compute the bytes beside saved tensors where the last layer quantises operands, forward."""
+    """Compute the bytes in addition to saved tensors where the last layer quantises operands,
+    forward."""
     layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
     return max(layer.quantising_bytes for layer in layers)
 
@@ -242,7 +243,7 @@ def _compute_layer_activations(
         is_compiled=candidate.compile,
     )
     if adapter_results:
-        # The end of the forward pass, beside all results of products, may be larger.
+        # The end of the forward pass, next to all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
     return LayerActivations(saved, recomputed, gradients, *deferred)
@@ -346,7 +347,7 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
 
     Chunked loss: the logits of a chunk in the compute precision and in fp32 (twice with a soft
     cap or scale), the gradient of the hidden states, and the gradient of the head's weight in
-    fp32 with one matmul result beside it. The weight gradient remains during the backward pass.
+    fp32 with one matmul result next to it. The weight gradient remains during the backward pass.
     """
     shape = facts.shape
     size = candidate.activation_bytes

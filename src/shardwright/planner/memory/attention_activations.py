@@ -105,7 +105,7 @@ def compute_attention_bytes(
         attended_keys *= candidate.layout.cp
     saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
     if shape.names.qkv is not None:
-        # Views of the fused result keep all of it alive beside the rotated queries and
+        # Views of the fused result keep all of it alive next to the rotated queries and
         # keys.
         saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
     saved += tensors.rotary * (queries + keys) * size

@@ -77,7 +77,8 @@ class ProductTemporaries(NamedTuple):
     input_gradient: float = 0.0
     """Bytes before the gradient of the input is allocated."""
     beside_gradient: float = 0.0
-    """Bytes beside the gradient of the input: codes, and operands of the weight's gradient."""
+    """Bytes in addition to the gradient of the input: codes, and operands of the weight's
+    gradient."""
 
 
 class BlockTemporaries(NamedTuple):
@@ -127,7 +128,7 @@ class BlockTensorBytes:
 def compute_norm_gradient_bytes(
     stream_bytes: float, activation_bytes: int, *, is_fused: bool
 ) -> float:
-    """Compute the bytes of a norm's gradient beside that of its output: one tensor of its
+    """Compute the bytes of a norm's gradient next to that of its output: one tensor of its
     width, or four in fp32."""
     return (
         stream_bytes
@@ -180,7 +181,7 @@ def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
 
 
 def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
-    """Compute the bytes at the end of a block's forward pass with adapters, beside the results of
+    """Compute the bytes at the end of a block's forward pass with adapters, next to the results of
     its products: sums of product and adapter, the product of both projections, the feed-forward's
     input, the residual stream before it, and the scaled and added output."""
     inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
@@ -189,7 +190,7 @@ def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
 
 
 def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
-    """Compute the bytes beside saved tensors where a forward pass quantises the operands of its
+    """Compute the bytes next to saved tensors where a forward pass quantises the operands of its
     last product: the result of attention's branch, and the feed-forward's input before a gather."""
     if not block.temporaries.down.output:
         return 0.0
@@ -288,7 +289,7 @@ def _gather_products(
 ) -> _Operation:
     """Build the operation of products that share an input, `outputs` bytes wide together.
 
-    The gradient of the input is summed over the ranks beside those of the weights. It ends as the
+    The gradient of the input is summed over the ranks next to those of the weights. It ends as the
     residual stream's gradient.
     """
     width = block.gathered

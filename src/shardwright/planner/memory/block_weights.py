@@ -1,4 +1,4 @@
-"""Weights of a block in its backward pass, and results of the adapters beside them."""
+"""Weights of a block in its backward pass, and results of its adapters."""
 
 from __future__ import annotations
 

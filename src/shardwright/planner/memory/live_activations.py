@@ -51,7 +51,7 @@ class LiveActivations(NamedTuple):
     bytes that they saved and that the pass of the last one of them adds."""
     returning_moments: tuple[tuple[int, float], ...] = ()
     """Of offloaded layers that differ: layers that have not finished their backward pass, and bytes
-    of the one that computes beside the one that returns."""
+    of the one that computes next to the one that returns."""
 
     @property
     def bytes_per_pass(self) -> float:

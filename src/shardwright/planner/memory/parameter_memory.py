@@ -51,7 +51,7 @@ class PersistentMemory(NamedTuple):
     """Accumulated gradients of all micro-batches, unsharded or sharded according to the ZeRO
     stage."""
     reduced_gradients: float
-    """Reduced gradient shard, beside the unsharded gradients that it is computed from."""
+    """Reduced gradient shard, next to the unsharded gradients that it is computed from."""
     updated_gradients: float
     """Gradients that the update reads and that are on the device."""
     optimizer: float

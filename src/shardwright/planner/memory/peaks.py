@@ -132,7 +132,7 @@ def _compute_loss_peak(
     is_accumulated = candidate.gradient_accumulation_steps > 1
     # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
     # after the loss is the last one again, but in a pipeline another one. FSDP2 gathers a block
-    # ahead, so one more gradient has returned. At stage 1, and beside replicas, none return: whole
+    # ahead, so one more gradient has returned. At stage 1, and with replicas, none return: whole
     # ones, or sums, never left.
     has_shards = candidate.has_offloaded_shards
     is_returning = is_accumulated and not (

@@ -17,7 +17,7 @@ import yaml
 
 @dataclass(frozen=True)
 class FamilyStyle:
-    """Block features that a model family implies."""
+    """Features of a block that follow from the model's family."""
 
     is_gated: bool = True
     has_tied_embeddings: bool = False

@@ -27,10 +27,10 @@ class Efficiency:
     n_half: float = 128.0
     k_half: float = 128.0
     uneven_share: float = 0.9
-    """Share of the matmul rate if a width of the matrix is no multiple of 64: partial tiles."""
+    """Share of the matmul rate if a width of the matrix is not a multiple of 64: partial tiles."""
     odd_share: float = 0.15
     """Share of the matmul rate if a width, or the head size of attention without a fused
-    kernel, is no multiple of 8: tensor cores are not used."""
+    kernel, is not a multiple of 8: tensor cores are not used."""
     expert_share: float = 1.0
     """Share of the matmul rate that expert matmuls reach, including routing, sorting and uneven
     sizes."""

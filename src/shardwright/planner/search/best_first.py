@@ -315,7 +315,7 @@ class _LayoutSearch:
         return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
 
     def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
-        """Return True if `num_bytes` live bytes fit beside the minimum reserve of allocator and
+        """Return True if `num_bytes` live bytes fit next to the minimum reserve of allocator and
         driver."""
         efficiency = self.predictor.efficiency
         communicators = efficiency.communicator_bytes * (

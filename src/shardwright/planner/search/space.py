@@ -101,8 +101,8 @@ class SearchSpace:
         )
 
     def list_degrees(self) -> Iterator[tuple[Degrees, ...]]:
-        """Yield the first choices. Those that differ only in the split of a rank's rows come
-        together, smallest micro-batch first."""
+        """Yield the first choices. Those that differ only in how a rank's rows are split into
+        micro-batches follow each other, smallest micro-batch first."""
         facts = self.facts
         problem = self.problem
         for tp in list_divisors(problem.num_gpus):

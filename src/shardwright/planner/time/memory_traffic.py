@@ -113,8 +113,8 @@ def count_separate_bytes(
 def count_adapter_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> tuple[float, float]:
-    """Count bytes that adapters move beside their matrices, forward and backward. Their matmuls
-    are so narrow that they are memory-bound.
+    """Count bytes that adapters move in addition to their matrices, forward and backward. Their
+    matmuls are so narrow that they are memory-bound.
 
     `EngineModel.adapter_passes` has the reads and writes of the engine's operations.
     """

@@ -164,7 +164,7 @@ def _split_by_overlap(
         if can_overlap_context
         else 0.0
     )
-    # The first part's rows and the last part's results travel beside no experts.
+    # The first part's rows and the last part's results travel while no experts compute.
     hidden_expert = max(
         seconds.experts * _get_expert_overlap(candidate, network),
         min(seconds.experts, seconds.expert_products) * (1.0 - 1.0 / candidate.num_expert_parts),

@@ -160,7 +160,7 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
     _refuse_hf_classes(plan, "parameters", tier, "weights")
     if recipe.preference is not None and has_frozen_reference(recipe):
         raise RecipeError(
-            "a frozen copy of the model as the reference would stay on the device",
+            "the frozen reference model would stay on the device",
             field="offload.parameters",
             got=tier,
             allowed="none with preference.reference: frozen",

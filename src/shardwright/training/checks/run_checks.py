@@ -88,7 +88,7 @@ class ValidatedRun:
 
     @property
     def data_hash(self) -> str:
-        """Hash of the sample order: equal exactly if two runs see the same samples in order."""
+        """Hash of the sample order: equal if and only if the samples and their order are equal."""
         parts = (
             self.data.content_hash,
             self.recipe.seed,
@@ -142,7 +142,7 @@ def validate_run(
     """Check a recipe against its ranks, model, tokenizer and data; tokenise uncached data.
 
     Args:
-        auto_precision: Precision that `precision: auto` stands for; None chooses the best one
+        auto_precision: Precision to use for `precision: auto`; None chooses the best one
             for this machine's device.
         auto_compilation: Choice that `auto` of `model.compile` and `model.fused_pointwise`
             stands for, likewise.
@@ -218,7 +218,7 @@ def _check_work_balance(recipe: Recipe, data: PreparedData) -> None:
     """Check that rows differ in work if the recipe asks to distribute them by work."""
     if recipe.data.assignment == "work" and data.report.packing == "windows":
         raise RecipeError(
-            "all windows have the same work",
+            "all windows need the same amount of work",
             field="data.assignment",
             got=recipe.data.assignment,
             allowed="length",

@@ -156,7 +156,7 @@ class PredictionComparison:
         return find_slowdown(self.validated_run, self.prediction, measured)
 
     def describe(self, seconds: float, memory_bytes: int) -> str:
-        """Describe prediction and measurement with the error of the prediction."""
+        """Describe the predicted and the measured time, and the prediction's error."""
         predicted_seconds = self.prediction.time.step
         predicted_bytes = self.prediction.memory.live
         text = (
