@@ -253,9 +253,16 @@ def measure_cases(
     cluster = (
         find_cluster(result["device"]["name"], contenders) if arguments.device == "cuda" else None
     )
-    for case in cases:
+    for number, case in enumerate(cases):
         try:
-            measured = measure(case, contenders, arguments, cluster)
+            ceiling = (
+                measure_ceiling(arguments.device, arguments.precision)
+                if number
+                else result["device"]
+            )
+            measured = measure(
+                case, contenders, arguments, ceiling["matmul_flops_per_second"], cluster
+            )
         except Exception as error:  # a failing case must not end the others
             traceback.print_exc()
             skipped[case.name] = f"failed: {type(error).__name__}: {error}"
@@ -291,16 +298,19 @@ def measure(
     case: GpuCase,
     contenders: list[str],
     arguments: argparse.Namespace,
+    ceiling: float,
     cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Visit the contenders in turn, `rounds` times, and add the prediction to our row. A failure is
     a row and does not end the case.
+
+    Args:
+        ceiling: FLOP/s of matrix products on the device, measured just before.
     """
     visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.shape.config))
-        ceiling = measure_ceiling(arguments.device, arguments.precision)["matmul_flops_per_second"]
         flops_per_token = case.count_flops_per_token()
         for _ in range(arguments.rounds):
             for contender in contenders:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import os
 import random
 import socket
@@ -33,9 +32,13 @@ settings.load_profile("shardwright")
 def _seed_generators() -> None:
     """Seed all generators, so that random numbers of a test do not depend on earlier tests."""
     random.seed(0)
-    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
-        if name in sys.modules:  # importing it would take seconds from tests that need none
-            operator.attrgetter(seed)(sys.modules[name])(0)
+    if "numpy" in sys.modules:  # importing it would take seconds from tests that need none
+        sys.modules["numpy"].random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Without a GPU, `torch.manual_seed` formats the whole stack for each kind of device.
+        has_cuda = torch.cuda.is_available()
+        (torch.manual_seed if has_cuda else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,6 +117,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if item.nodeid.startswith(SEVERAL_PROCESSES) or starts_some:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while imports and tests, which all stay, are created."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,11 +1,13 @@
 """Ranks' waiting times are reported by parallelism, and a slow rank differs from those that
-wait for it.
+wait for it. Ranks agree on a clock and on the ceiling of the MFU.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from shardwright.layout import Layout
 from shardwright.parallel import ParallelModel
 from shardwright.parallel.comm_timing import PARALLELISMS, time_wait, use_timer
 from shardwright.plans import BatchPlan
+from shardwright.training import setup
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import LLAMA, build_model
@@ -110,6 +113,27 @@ def test_ranks_agree_on_a_clock(ranks: RankPool) -> None:
     for error, difference in ranks.run(2, measure_clock):
         assert difference <= error + 1e-3
         assert error < 5.0
+
+
+def share_ceiling(rank_that_knows: int | None) -> tuple[float, int]:
+    """Return the ceiling on which ranks agree, and how often this rank measures it."""
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    device = torch.device("cpu")
+    known = {(device, torch.float64): 7.0} if environment.rank == rank_that_knows else {}
+    run = SimpleNamespace(dtypes=SimpleNamespace(compute=torch.float64))
+    measure = Mock(return_value=5.0)
+    with patch.object(setup, "_ceilings", known), patch.object(setup, "measure_ceiling", measure):
+        rates = [
+            setup.agree_on_ceiling(cast(Any, run), device, RankSync(environment, device))
+            for _generation in range(2)
+        ]
+    assert rates[0] == rates[1]
+    return rates[0], measure.call_count
+
+
+def test_rank_0_measures_the_ceiling_once_unless_a_rank_knows_it(ranks: RankPool) -> None:
+    assert ranks.run(2, share_ceiling, None) == [(5.0, 1), (5.0, 0)]
+    assert ranks.run(2, share_ceiling, 1) == [(7.0, 0), (7.0, 0)]
 
 
 def test_waits_outside_of_a_timer_are_not_measured() -> None:

@@ -221,19 +221,18 @@ def _check_preference(objective: str, preference: PreferenceSettings | None) -> 
 
 
 def _list_results(evidence: Evidence, expected: torch.Tensor) -> list[ParameterResult]:
-    results = []
-    for name, part in evidence.model.slices.items():
-        errors = [evidence.compute_error(name, copy, expected) for copy in evidence.copies]
-        results.append(
-            ParameterResult(
-                name,
-                max(errors),
-                evidence.relative_errors[name],
-                float(evidence.recorded[part].norm()),
-                float(expected[part].norm()),
-            )
+    copies = [evidence.compute_errors(copy, expected) for copy in evidence.copies]
+    recorded = evidence.recorded
+    return [
+        ParameterResult(
+            name,
+            max(errors[name] for errors in copies),
+            evidence.relative_errors[name],
+            float(recorded[part].norm()),
+            float(expected[part].norm()),
         )
-    return results
+        for name, part in evidence.model.slices.items()
+    ]
 
 
 def _compare_references(evidence: Evidence) -> None:

@@ -203,21 +203,29 @@ class Evidence:
         match = re.search(r"\.(\d+)\.", name)
         return int(match[1]) if match else None
 
-    def compute_error(self, name: str, recorded: Tensor, expected: Tensor) -> float:
-        """Return the relative error of one parameter of two vectors [P]."""
-        part = self.model.slices[name]
-        scale = max(float(expected[part].norm()), _TINY_SHARE * float(expected.norm()))
-        difference = float((recorded[part] - expected[part]).norm())
-        if math.isnan(difference):
-            return math.inf
-        return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+    def compute_errors(self, recorded: Tensor, expected: Tensor) -> dict[str, float]:
+        """Return the relative error of each parameter of two vectors [P]."""
+        sizes = [part.stop - part.start for part in self.model.slices.values()]
+        norms, differences = (
+            torch.stack(torch._foreach_norm(vector.split(sizes))).tolist()
+            for vector in (expected, recorded - expected)
+        )
+        smallest_scale = _TINY_SHARE * float(expected.norm())
+        errors = {}
+        for name, norm, difference in zip(self.model.slices, norms, differences, strict=True):
+            scale = max(norm, smallest_scale)
+            if math.isnan(difference) or (scale == 0.0 and difference > 0.0):
+                errors[name] = math.inf
+            else:
+                errors[name] = difference / scale if scale else 0.0
+        return errors
 
     def list_wrong(self, recorded: Tensor, expected: Tensor) -> list[str]:
         """List the parameters whose error is larger than rounding explains."""
         return [
             name
-            for name in self.model.names
-            if self.compute_error(name, recorded, expected) > self.relative_errors[name]
+            for name, error in self.compute_errors(recorded, expected).items()
+            if error > self.relative_errors[name]
         ]
 
     def compute_residual(self, recorded: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class StepRecord:
         """Values of the first rank."""
         return self.ranks[0].values
 
-    @property
+    @cached_property
     def parameter_info(self) -> dict[str, Mapping[str, Any]]:
         """Description of each recorded parameter by name, from the first rank that has it."""
         found: dict[str, Mapping[str, Any]] = {}

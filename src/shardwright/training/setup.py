@@ -346,15 +346,17 @@ _ceilings: dict[tuple[torch.device, torch.dtype], float] = {}
 def agree_on_ceiling(
     validated_run: ValidatedRun, device: torch.device, rank_sync: RankSync
 ) -> float:
-    """Return this process's rate of an earlier generation, or another rank's, or measure it.
+    """Return the rate of any rank's earlier generation, or let rank 0 measure it. Collective.
 
-    So a spare that takes a lost rank does not let the others wait for its measurement. Collective.
+    So a spare that takes a lost rank does not let the others wait for a measurement.
     """
     key = (device, validated_run.dtypes.compute)
-    known = max(row[0] for row in rank_sync.gather([_ceilings.get(key, 0.0)]))
-    if key not in _ceilings:
-        _ceilings[key] = known or measure_ceiling(validated_run, device)
-    return _ceilings[key]
+    rate = max(row[0] for row in rank_sync.gather([_ceilings.get(key, 0.0)]))
+    if rate == 0.0:
+        if rank_sync.rank_environment.is_main_rank:
+            rate = measure_ceiling(validated_run, device)
+        rate = rank_sync.gather([rate])[0][0]
+    return _ceilings.setdefault(key, rate)
 
 
 def list_model_products(validated_run: ValidatedRun) -> tuple[Product, ...]:

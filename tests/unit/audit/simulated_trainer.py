@@ -101,7 +101,7 @@ class Run:
 
 @cache
 def build_initial_model(name: str, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     config = CONFIGS[name]
     config._attn_implementation = "eager"
     config.use_cache = False  # transformers separates packed rows only without a cache
@@ -184,7 +184,7 @@ def compute_gradients(
     model: nn.Module, run: Run, batch: Mapping[str, Tensor], seed: int
 ) -> tuple[Gradients, float, int]:
     """Return the gradient of the summed loss, the loss and the number of its terms."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     targets = build_targets(run, batch)
     if COMPUTATIONS & set(run.mistakes):
         owners = number_owners(run.length, run.num_sharing, run.is_mirrored)
@@ -448,7 +448,7 @@ def run_step(
         model.get_parameter(name).grad = gradient.clone()
     recorder.before_step(model, fields, optimizer, step=step)
     for index, batch in enumerate(batches):
-        torch.manual_seed(100 * rank + index)
+        torch.default_generator.manual_seed(100 * rank + index)
         model(**build_forward_arguments(run, batch))
     for name, parameter in model.named_parameters():
         added = leftover.get(name, 0.0) if "not_zeroed" in run else 0.0
