@@ -9,9 +9,10 @@ with the profile measured right before it. The profile has the rates of products
 collectives and element-wise operations and the cost of synchronising ranks. Fitted are: the memory
 traffic between products relative to a sum, a norm and a gate (`bytes_share`: rotations, casts,
 transposing copies), the host's time to start an operation, the work of FSDP around each gather and
-reduction (`handoff_seconds`), the share of its measured rate that a collective reaches in a step
-(`step_share`), and that of experts' products with few and uneven rows (`expert_share`). Copy the
-printed entry to `START` of planner_parameters.py, from which fits of the published rows start.
+reduction relative to a measured synchronisation (`handoff_share`), the share of its measured rate
+that a collective reaches in a step (`step_share`), and that of experts' products with few and
+uneven rows (`expert_share`). Copy the printed entry to `START` of planner_parameters.py, from which
+fits of the published rows start.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 FITTED = {
     "bytes_share": (0.3, 6.0),
     "host_seconds": (1e-7, 1e-4),
-    "handoff_seconds": (1e-4, 1e-2),
+    "handoff_share": (0.05, 5.0),
     "step_share": (0.2, 1.0),
     "expert_share": (0.3, 1.0),
 }

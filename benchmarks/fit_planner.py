@@ -34,7 +34,6 @@ from benchmarks.planner_rows import (
     leave_out_each,
     load_rows,
     select_at_most,
-    show,
     show_errors,
     show_goals,
     split_into_halves,
@@ -67,18 +66,18 @@ def fit(
     return search.run(turns, initial=initial, verbose=verbose)
 
 
-def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, list[Errors]]:
-    """Predict each half of a source's rows by efficiencies fitted to the other half.
+def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, Errors]:
+    """Predict each half of a source's rows by efficiencies fitted to the other half. Return errors
+    by id.
 
     A fit uses at most `MAX_ROWS_PER_SOURCE` rows of a source, even if half of it is more.
     """
     one, other = split_into_halves(rows)
-    found: dict[str, list[Errors]] = {}
+    errors: dict[str, Errors] = {}
     for fitted, predicted in ((one, other), (other, one)):
         efficiencies = fit(select_at_most(fitted, MAX_ROWS_PER_SOURCE), turns, pull)
-        for row in predicted:
-            found.setdefault(row.case.source, []).append(compute_errors(row, efficiencies))
-    return found
+        errors |= {row.case.id: compute_errors(row, efficiencies) for row in predicted}
+    return errors
 
 
 def predict_sources(rows: Sequence[Row], pull: float) -> dict[str, Errors]:
@@ -140,7 +139,6 @@ def main() -> None:
             "SHARDWRIGHT_PUBLISHED"
         )
     rows = load_rows(options.published)
-    sources = sorted({row.case.source for row in rows})
     if options.command == "fit":
         efficiencies = fit(
             select_at_most(rows, MAX_ROWS_PER_SOURCE),
@@ -150,22 +148,22 @@ def main() -> None:
             verbose=True,
         )
         write(efficiencies, options.efficiencies)
-        show("Fitted to all rows", rows, efficiencies)
+        title = "Fitted to all rows"
+        errors = {row.case.id: compute_errors(row, efficiencies) for row in rows}
     elif options.command == "halves":
-        show_errors(
-            "Each half predicted from the other", predict_halves(rows, options.turns, options.pull)
-        )
+        title = "Each half predicted from the other"
+        errors = predict_halves(rows, options.turns, options.pull)
     elif options.command == "sources":
+        title = "Each source predicted from the others"
         errors = predict_sources(rows, options.pull)
-        by_source = {
-            source: [errors[row.case.id] for row in rows if row.case.source == source]
-            for source in sources
-        }
-        show_errors("Each source predicted from the others", by_source)
-        show_goals(rows, errors)
     else:
-        selected = [row for row in rows if not options.source or row.case.source in options.source]
-        show("With the package's numbers", selected, load_efficiencies(options.efficiencies))
+        title = "With the package's numbers"
+        rows = [row for row in rows if not options.source or row.case.source in options.source]
+        efficiencies = load_efficiencies(options.efficiencies)
+        errors = {row.case.id: compute_errors(row, efficiencies) for row in rows}
+    show_errors(title, rows, errors)
+    if not options.source:
+        show_goals(rows, errors)
 
 
 if __name__ == "__main__":

@@ -138,6 +138,8 @@ def run_step(entry: Entry) -> dict[str, Any]:
         layout_state.model.pipeline.action_observer = lambda action, start, end: (
             actions.__setitem__(str(action), (start, end))
         )
+    # Gathers that the last update began belong to this step: its forward pass makes them.
+    layout_state.model.invalidate_weights()
     if dist.is_initialized():
         dist.barrier()
     start = time.perf_counter()

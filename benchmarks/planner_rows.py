@@ -123,19 +123,22 @@ def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
     )
 
 
-def compute_slowdowns(rows: Iterable[Row], errors: Mapping[str, Errors]) -> list[float]:
+def compute_slowdowns(rows: Iterable[Row], errors: Mapping[str, Errors]) -> dict[str, list[float]]:
     """Return, for each job of at least three rows, the share of the best measured throughput that
-    the row with the best predicted one loses. `errors`: by id of the row."""
+    the row with the best predicted one loses, by source. `errors`: by id of the row."""
     jobs: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    sources: dict[tuple[str, ...], str] = {}
     for row in rows:
         error = errors[row.case.id].time
         if error is not None and row.tokens_per_second:
             jobs[row.job].append((row.tokens_per_second / (1 + error), row.tokens_per_second))
-    return [
-        1 - max(pairs, key=lambda pair: pair[0])[1] / max(measured for _, measured in pairs)
-        for pairs in jobs.values()
-        if len(pairs) >= MIN_JOB_ROWS
-    ]
+            sources[row.job] = row.case.source
+    slowdowns: dict[str, list[float]] = defaultdict(list)
+    for job, pairs in jobs.items():
+        if len(pairs) >= MIN_JOB_ROWS:
+            picked = max(pairs, key=lambda pair: pair[0])[1]
+            slowdowns[sources[job]].append(1 - picked / max(measured for _, measured in pairs))
+    return slowdowns
 
 
 def list_sources_with_shared_trainer(rows: Iterable[Row]) -> list[str]:
@@ -162,7 +165,8 @@ def show_goals(rows: Sequence[Row], errors: Mapping[str, Errors]) -> None:
             memory[row.case.source].append(abs(error.memory))
     means = {source: statistics.mean(found) for source, found in by_source.items()}
     shared = [means[source] for source in list_sources_with_shared_trainer(rows)]
-    slowdowns = compute_slowdowns(rows, errors)
+    by_job = compute_slowdowns(rows, errors)
+    slowdowns = [slowdown for found in by_job.values() for slowdown in found]
     rest = [x for source, found in memory.items() if source != NOISY_SOURCE for x in found]
     print(
         f"\nstep time: {statistics.mean(shared):.1%} over {len(shared)} sources with a shared",
@@ -175,6 +179,8 @@ def show_goals(rows: Sequence[Row], errors: Mapping[str, Errors]) -> None:
     )
     print(f" {statistics.mean(rest):.1%} without {NOISY_SOURCE}")
     print(f"pick: {statistics.mean(slowdowns):.1%} slower than the best of {len(slowdowns)} jobs")
+    for source, found in sorted(by_job.items()):
+        print(f"  {source}: {statistics.mean(found):.1%} of {len(found)}")
 
 
 def select_at_most(rows: Iterable[Row], max_rows: int) -> list[Row]:
@@ -244,16 +250,12 @@ def list_parts(
     }
 
 
-def show(title: str, rows: Iterable[Row], efficiencies: EfficiencyTable) -> None:
-    """Print a table in Markdown: per source, the errors of step time and memory."""
+def show_errors(title: str, rows: Iterable[Row], errors: Mapping[str, Errors]) -> None:
+    """Print a table in Markdown: per source, the errors of step time and memory. `errors`: by id
+    of the row."""
     by_source: dict[str, list[Errors]] = defaultdict(list)
     for row in rows:
-        by_source[row.case.source].append(compute_errors(row, efficiencies))
-    show_errors(title, by_source)
-
-
-def show_errors(title: str, by_source: dict[str, list[Errors]]) -> None:
-    """Print the table of errors by source."""
+        by_source[row.case.source].append(errors[row.case.id])
     print(f"\n{title}\n", flush=True)
     print(
         "| source | rows | step time | bias | within 20% | memory rows | memory | bias "

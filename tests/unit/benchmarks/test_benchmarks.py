@@ -336,9 +336,9 @@ def test_a_fit_finds_the_values_that_generated_the_rows() -> None:
     start = replace(
         load_efficiencies().get_efficiency(find_accelerator("CPU")),
         bytes_share=1.5,
-        handoff_seconds=0.002,
+        handoff_share=2.0,
     )
-    truth = replace(start, bytes_share=4.5, handoff_seconds=0.004)
+    truth = replace(start, bytes_share=4.5, handoff_share=4.0)
     elementwise = tuple(ElementwiseRate(kind, 512, 384, 1e10, 1e10) for kind in ("fp32", "bf16"))
     profile = MeasuredProfile(
         "some",

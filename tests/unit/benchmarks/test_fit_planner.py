@@ -163,7 +163,7 @@ def test_a_pick_is_the_row_of_a_job_with_the_best_predicted_throughput() -> None
         row.case.id: Errors(time, None, None)
         for row, time in zip(rows, (-0.2, 0.5, 1.0, 0.0, 0.0), strict=True)
     }
-    assert compute_slowdowns(rows, errors) == [pytest.approx(0.2)]
+    assert compute_slowdowns(rows, errors) == {rows[0].case.source: [pytest.approx(0.2)]}
 
 
 def test_a_source_shares_its_trainer_if_most_of_its_rows_do() -> None:

@@ -273,8 +273,10 @@ def test_every_collective_of_a_step_pays_for_its_synchronisation(
         )
         seconds.append(predict_for_cpus(recipe, tmp_path / "here.json").time.data)
     # Four layers are gathered in both passes and reduced in one; embedding and head are gathered
-    # once.
-    assert seconds[1] - seconds[0] == pytest.approx(0.002 * (3 * 4 + 2), rel=0.15)
+    # once. The engine's own work around each of them takes a share of the synchronisation.
+    share = load_efficiencies().get_efficiency(find_accelerator("CPU")).handoff_share
+    each = 0.002 * (1 + share)
+    assert seconds[1] - seconds[0] == pytest.approx(each * (3 * 4 + 2), rel=0.15)
 
 
 def test_elementwise_rates_use_the_counted_bytes() -> None:

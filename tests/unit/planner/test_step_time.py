@@ -306,20 +306,24 @@ def test_the_host_launches_the_products_of_each_expert(
 
 
 def test_handoff_time_is_added_per_collective() -> None:
-    layout = Layout(dp_shard=4, zero_stage=3)
-    times = [
-        predict(
-            models.read_shape("llama"),
-            Candidate(layout, 128),
-            models.make_cluster(4),
-            replace(IDEAL, data_overlap=0.0, handoff_seconds=each),
-        ).time
-        for each in (0.0, 1.0)
-    ]
-    num_layers = models.read_shape("llama").num_layers
+    shape = models.read_shape("llama")
+    cluster = models.make_cluster(4)
+    profile = MeasuredProfile("any", None, "2026", 2**34, 1e12, handoff_seconds=2.0)
+
+    def predict_data_seconds(cluster: Cluster, **changes: float) -> float:
+        efficiency = replace(IDEAL, data_overlap=0.0, **changes)
+        candidate = Candidate(Layout(dp_shard=4, zero_stage=3), 128)
+        return predict(shape, candidate, cluster, efficiency).time.data
+
+    without = predict_data_seconds(cluster)
     # Blocks, embedding and head are gathered for the forward pass and reduced; blocks are gathered
     # again.
-    assert times[1].data - times[0].data == pytest.approx(3 * num_layers + 2, abs=1.0)
+    expected = pytest.approx(3 * shape.num_layers + 2, abs=1.0)
+    assert predict_data_seconds(cluster, handoff_seconds=1.0) - without == expected
+    # A measured handoff counts for every collective, and as a share for the host's work around it.
+    measured = replace(cluster, profile=profile)
+    added = predict_data_seconds(measured, handoff_seconds=9.0, handoff_share=0.5) - without
+    assert added / (2.0 * (1 + 0.5)) == expected
 
 
 def test_widths_that_do_not_fill_tiles_or_suit_tensor_cores_are_slower() -> None:

@@ -6,8 +6,7 @@ Legend: N tokens, D width of the tensors; x is the residual stream, g and u the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import mean
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,10 @@ _NUM_BACKWARD_TENSORS = 2 + 4 + 11
 """Tensors read and written by a residual sum, a norm and a gate, as in `planner.time.compute`."""
 TRIAL_ELEMENTS = 2**18
 """Elements of the tensor that is measured first."""
-_NUM_ROUNDS = 100
-_MIN_ROUNDS = 3
+_NUM_ROUNDS_ALONE = 10
+_NUM_GROUPS = 5
+_NUM_ROUNDS = 20
+"""Rounds of a group at most: the collectives of about one step."""
 _HANDOFF_SECONDS = 5.0
 """Time limit of all rounds of a handoff together; slow messages get fewer rounds."""
 _NUM_MESSAGE_ELEMENTS = 2**16
@@ -77,7 +78,8 @@ def time_handoff(device: torch.device) -> float:
 
     The first rank to arrive waits for the others, and waiting threads wake up on cores that may
     be busy. Collectives back to back show little of that, and their best round nothing, so that
-    round is the base. The rest are means, because a step pays all of this cost.
+    round is the base. A step pays the mean of its collectives, so the rounds form groups of as many
+    as a step has. The median group counts, which the rare pauses of a machine do not change.
     """
     side = 256 if device.type == "cpu" else 4096
     a = torch.randn(side, side, device=device)
@@ -89,34 +91,23 @@ def time_handoff(device: torch.device) -> float:
     dist.all_reduce(times)  # all ranks do the same amount of work
     products = max(1, round(float(times) / dist.get_world_size()))
 
-    def work() -> None:
-        for _ in range(products):
+    def time_collective(num_products: int) -> float:
+        for _ in range(num_products):
             torch.mm(a, b)
-
-    def synchronise() -> None:
-        dist.all_reduce(message)
-
-    def both() -> None:
-        work()
-        synchronise()
-
-    # All ranks make the same number of rounds. `both` takes about as long as the other two.
-    trial = torch.tensor(min(_time_rounds(both, device, _MIN_ROUNDS)), device=device)
-    dist.all_reduce(trial, op=dist.ReduceOp.MAX)
-    rounds = int(min(_NUM_ROUNDS, max(_MIN_ROUNDS, _HANDOFF_SECONDS / (2 * float(trial)))))
-    work_seconds, collective_seconds, both_seconds = (
-        _time_rounds(call, device, rounds) for call in (work, synchronise, both)
-    )
-    return max(0.0, mean(both_seconds) - mean(work_seconds) - min(collective_seconds))
-
-
-def _time_rounds(call: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
-    dist.barrier()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        start = time.perf_counter()
+        dist.all_reduce(message)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    dist.barrier()
+    alone = min(time_collective(0) for _ in range(_NUM_ROUNDS_ALONE))
+    # All ranks make the same number of rounds.
+    round_seconds = torch.tensor(alone + _WORK_SECONDS, device=device)
+    dist.all_reduce(round_seconds, op=dist.ReduceOp.MAX)
+    limit = _HANDOFF_SECONDS / (_NUM_GROUPS * float(round_seconds))
+    rounds = int(min(_NUM_ROUNDS, max(1, limit)))
+    groups = [mean(time_collective(products) for _ in range(rounds)) for _ in range(_NUM_GROUPS)]
+    return max(0.0, median(groups) - alone)

@@ -64,7 +64,9 @@ class Efficiency:
     """True if the device is its own host (a CPU): launch time then adds to compute time."""
     handoff_seconds: float = 0.0
     """Seconds of host work around each data-parallel gather or reduction if nothing overlaps:
-    hooks, thread handoffs, late peers."""
+    hooks, thread handoffs, late peers. Without a measured profile."""
+    handoff_share: float = 0.0
+    """The same relative to the handoff that a profile measured."""
     step_share: float = 1.0
     """Share of the measured collective rate that is reached in a step. A profile measures
     collectives back to back, on mapped buffers, in the best round. In a step a CPU's buffers

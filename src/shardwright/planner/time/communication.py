@@ -60,11 +60,14 @@ class NetworkModel:
         inter = cluster.inter or cluster.intra
         self.inter_bytes_per_second = inter.bytes_per_second * efficiency.inter_share
         self.inter_latency_seconds = inter.latency_seconds
-        self.handoff_seconds = (
-            0.0 if cluster.profile is None else cluster.profile.handoff_seconds or 0.0
-        )
+        measured = None if cluster.profile is None else cluster.profile.handoff_seconds
+        self.handoff_seconds = measured or 0.0
         """Seconds per collective between two computations, beyond its time back to back.
         Measured; 0 if unknown."""
+        self.data_handoff_seconds = (
+            efficiency.handoff_seconds if measured is None else efficiency.handoff_share * measured
+        )
+        """Further seconds per gather or reduction of data ranks: hooks, threads, late peers."""
         self._cache: dict[tuple[str, StridedGroup, float], tuple[float, float]] = {}
         """Seconds of a collective, and those of them in which a CPU rank's processor is idle."""
 

@@ -354,7 +354,7 @@ def compute_data_traffic(
         total = network.time_all_reduce(all_ranks, num_bytes)
         buckets = max(1.0, num_bytes / layout.bucket_size_bytes)
         total += (total > 0) * (
-            buckets * network.efficiency.handoff_seconds + (buckets - 1) * network.handoff_seconds
+            buckets * network.data_handoff_seconds + (buckets - 1) * network.handoff_seconds
         )
         return DataTraffic(
             reduce_seconds=total,
@@ -373,10 +373,10 @@ def compute_data_traffic(
             call_seconds = float(call(groups[name], num_bytes))
             if call_seconds > 0:
                 hops = network.efficiency.data_hop_seconds * (groups[name].num_ranks - 1)
-                seconds += num_calls * (call_seconds + hops + network.efficiency.handoff_seconds)
+                seconds += num_calls * (call_seconds + hops + network.data_handoff_seconds)
         if min(dense, expert) > 0 and groups["efsdp"] == groups["fsdp"] and seconds > 0:
             # One call covers both, so the handoff occurs once.
-            seconds -= num_calls * (network.efficiency.handoff_seconds + network.handoff_seconds)
+            seconds -= num_calls * (network.data_handoff_seconds + network.handoff_seconds)
         return seconds
 
     num_calls_per_pass = max(1, num_groups)
