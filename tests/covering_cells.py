@@ -71,8 +71,6 @@ def list_pairs(cell: GridCell) -> frozenset[tuple[str, str]]:
     transfers begin and end.
     """
     properties = list_properties(cell)
-    tiers = cell.offload.tiers.items()
-    offloads = {f"{name} in {tier}" for name, tier in tiers if tier != "none"}
     decisive = [
         name
         for name in properties
@@ -81,7 +79,7 @@ def list_pairs(cell: GridCell) -> frozenset[tuple[str, str]]:
     return frozenset(
         [
             *combinations(sorted(properties), 2),
-            *product(sorted(offloads), decisive),
+            *product(sorted(cell.offload_properties), decisive),
         ]
     )
 

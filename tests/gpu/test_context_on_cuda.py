@@ -1,5 +1,5 @@
 """Blocks of attention: the device's fused kernels (output, log-sum-exp, gradients) against
-explicit products in fp64.
+eager attention in fp64.
 
 Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim.
 """

@@ -1,4 +1,4 @@
-"""FlexAttention and varlen under tensor parallelism and Ulysses: gradients of explicit products.
+"""FlexAttention and varlen under tensor parallelism and Ulysses: gradients of eager attention.
 
 The kernels run on CPUs as in `tests/unit/model/test_fused_attention.py`.
 """

@@ -122,24 +122,15 @@ def _read_nvml(nvml: Any, handle: Any, basic: GpuState, current_process_id: int)
     )
     mig_mode = query(nvml.nvmlDeviceGetMigMode)
     driver_version = nvml.nvmlSystemGetDriverVersion()
-    milliwatts = [
-        query(function)
-        for function in (
-            nvml.nvmlDeviceGetPowerUsage,
-            nvml.nvmlDeviceGetEnforcedPowerLimit,
-            nvml.nvmlDeviceGetPowerManagementDefaultLimit,
-        )
-    ]
-    watts = [None if value is None else value / 1000 for value in milliwatts]
     return GpuState(
         name=basic.name,
         memory_bytes=basic.memory_bytes,
         free_bytes=basic.free_bytes,
         driver=driver_version.decode() if isinstance(driver_version, bytes) else driver_version,
         temperature_celsius=query(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
-        power_watts=watts[0],
-        power_limit_watts=watts[1],
-        default_power_limit_watts=watts[2],
+        power_watts=_to_watts(query(nvml.nvmlDeviceGetPowerUsage)),
+        power_limit_watts=_to_watts(query(nvml.nvmlDeviceGetEnforcedPowerLimit)),
+        default_power_limit_watts=_to_watts(query(nvml.nvmlDeviceGetPowerManagementDefaultLimit)),
         clock_mhz=query(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
         max_clock_mhz=query(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
         throttle_bits=query(nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
@@ -172,6 +163,10 @@ def _read_nvml(nvml: Any, handle: Any, basic: GpuState, current_process_id: int)
             if process.pid != current_process_id
         ),
     )
+
+
+def _to_watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def _count_link_errors(

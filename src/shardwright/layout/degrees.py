@@ -133,7 +133,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
     """
     if section.auto:
         raise LayoutError(
-            "cannot resolve `layout: auto`",
+            "this verb cannot resolve `layout: auto`",
             field="layout",
             got="auto",
             remedy="Set the degrees (--layout), or let `shardwright plan` choose them; "

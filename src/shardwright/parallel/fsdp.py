@@ -94,15 +94,8 @@ def apply_fsdp(
     reshards_blocks = reshards_blocks or reshards_after_use
     expert_groups: list[FSDPModule] = []
     if layout.ep > 1 and place_experts is None:
-        for experts in [part for part in decoder.modules() if isinstance(part, Experts)]:
-            fully_shard(
-                experts,
-                mesh=mesh.device_mesh("efsdp"),
-                reshard_after_forward=reshards_blocks,
-                **options,
-            )
-            time_fsdp_waits([experts], has_gradient_waits=has_gradient_waits)
-            expert_groups.append(_to_fsdp_module(experts))
+        expert_options = options | {"reshard_after_forward": reshards_blocks}
+        expert_groups = _shard_experts(decoder, mesh, expert_options)
     wrap = partial(
         fully_shard, mesh=mesh.device_mesh("fsdp"), shard_placement_fn=place_experts, **options
     )
@@ -139,6 +132,16 @@ def apply_fsdp(
         root.set_modules_to_forward_prefetch([])
         root.set_modules_to_backward_prefetch([root])
     return [*expert_groups, *groups, root]
+
+
+def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> list[FSDPModule]:
+    """Wrap the experts of each block separately, over `efsdp`."""
+    groups = []
+    for experts in [part for part in decoder.modules() if isinstance(part, Experts)]:
+        fully_shard(experts, mesh=mesh.device_mesh("efsdp"), **options)
+        time_fsdp_waits([experts], has_gradient_waits=mesh.device_type == "cpu")
+        groups.append(_to_fsdp_module(experts))
+    return groups
 
 
 def apply_fsdp_root(module: nn.Module, mesh: Mesh) -> None:

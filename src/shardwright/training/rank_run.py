@@ -30,7 +30,7 @@ from shardwright.launch.rank_outcome import (
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
-from shardwright.telemetry.event_logger import open_event_logger
+from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
@@ -124,15 +124,7 @@ def train_rank(
         if is_main_rank:
             write_run_folder(validated_run, folder)
         rank_sync.barrier()
-        with (
-            open_event_logger(
-                folder.path,
-                rank=rank_environment.rank,
-                exporters=recipe.run.sinks,
-                log_every_steps=recipe.run.log_every_steps,
-            ) as event_logger,
-            log_to_run(event_logger, folder.log_path, rank=rank_environment.rank),
-        ):
+        with _open_logs(recipe, folder, rank_environment.rank) as event_logger:
             context = RankContext(
                 validated_run,
                 rank_environment,
@@ -156,6 +148,21 @@ def train_rank(
                 context = replace(context, fence=_claim_checkpoints(folder))
             with convert_oom_errors(context):
                 _train(context, resume_point, copies, start_seconds)
+
+
+@contextmanager
+def _open_logs(recipe: Recipe, folder: RunFolder, rank: int) -> Iterator[EventLogger]:
+    """Open the rank's events and its text log."""
+    with (
+        open_event_logger(
+            folder.path,
+            rank=rank,
+            exporters=recipe.run.sinks,
+            log_every_steps=recipe.run.log_every_steps,
+        ) as event_logger,
+        log_to_run(event_logger, folder.log_path, rank=rank),
+    ):
+        yield event_logger
 
 
 def _validate_together(

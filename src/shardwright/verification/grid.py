@@ -98,6 +98,12 @@ class GridCell:
     num_layers: int = NUM_GRID_LAYERS
     offload: OffloadSection = NOT_OFFLOADED
 
+    @property
+    def offload_properties(self) -> frozenset[str]:
+        """Each offloaded kind of state with its tier."""
+        tiers = self.offload.tiers.items()
+        return frozenset(f"{name} in {tier}" for name, tier in tiers if tier != "none")
+
 
 def read_grid_shape(name: str, num_layers: int = NUM_GRID_LAYERS) -> ModelShape:
     """Read the shape of one of `GRID_MODELS`, of its first `num_layers` layers."""

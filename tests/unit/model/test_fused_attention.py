@@ -1,4 +1,4 @@
-"""Varlen and FlexAttention against explicit products; their masks are built once per pass.
+"""Varlen and FlexAttention against eager attention; their masks are built once per pass.
 
 torch refuses FlexAttention's backward pass on a CPU, although its uncompiled form, which stores all
 scores, computes it. The tests remove that check. Varlen has no CPU kernel: its calls are recorded

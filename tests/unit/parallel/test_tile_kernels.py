@@ -1,6 +1,6 @@
 """cuDNN's attention over tiles: its arguments, its choice, and rows made of its parts.
 
-A CPU has no cuDNN. Its operators are registered here with explicit products of the numbers that
+A CPU has no cuDNN. Its operators are registered here with eager attention over the numbers that
 they get, and with the shapes of torch's own rules.
 """
 

@@ -1,4 +1,4 @@
-"""Causal self-attention of one block, by fused kernels or by explicit products.
+"""Causal self-attention of one block, by fused kernels or eagerly.
 
 Legend: B sequences, T query tokens, S key tokens, D hidden, H query heads, K key/value heads, E
 head_dim.
@@ -155,7 +155,7 @@ class Attention(nn.Module):
             return attend_fused(q_BHTE, k_BKSE, v_BKSE, layer_kernel, self._build_settings())
         mask = layer_kernel.mask
         # Of the CUDA kernels only flash supports grouped heads, in 16 bits and without a mask;
-        # otherwise explicit products would store all scores.
+        # otherwise eager attention would store all scores.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
         is_grouped = group_size > 1
         needs_equal_heads = mask is not None or q_BHTE.dtype == torch.float32
@@ -196,7 +196,7 @@ class Attention(nn.Module):
         dropout: Dropout | None,
         tensor_parallel: TensorParallelHooks | None,
     ) -> Tensor:
-        """Compute attention by explicit products; the softmax accumulates in fp32 or fp64."""
+        """Compute eager attention; the softmax accumulates in fp32 or fp64."""
         num_heads = q_BHTE.shape[1]
         k_BHSE, v_BHSE = (
             part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (k_BKSE, v_BKSE)
@@ -232,7 +232,7 @@ class Attention(nn.Module):
         ]
 
 
-_TILES = "tiles of shared rows: cuDNN, flash or memory-efficient attention, or explicit products"
+_TILES = "tiles of shared rows: cuDNN, flash or memory-efficient attention, or eager attention"
 
 
 def describe_attention(context: ForwardContext) -> str:

@@ -23,7 +23,7 @@ def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
     """Build the class's module with parameters on the meta device and real buffers.
 
     Args:
-        eager: use explicit attention products in place of fused kernels.
+        eager: use eager attention in place of fused kernels.
     """
     section = (
         ModelSection(config=dict(shape.config))

@@ -1,4 +1,4 @@
-"""Attention over part of the keys by explicit products, for what no fused kernel computes.
+"""Eager attention over part of the keys, for what no fused kernel computes.
 
 Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head_dim, V value width.
 """
@@ -17,9 +17,9 @@ from shardwright.parallel.context.attention_kernels import (
 
 
 class ExplicitKernel:
-    """Explicit products on any device and in any precision.
+    """Eager attention on any device and in any precision.
 
-    They support soft caps, dropout by token and any mask, and store all scores of the tile.
+    It supports soft caps, dropout by token and any mask, and stores all scores of the tile.
     """
 
     def forward(self, tile: TileInputs) -> PartialAttention:

@@ -88,7 +88,7 @@ class CudnnKernel:
 def choose_kernel(
     q_BHLE: Tensor, v_BKSV: Tensor, scores: ScoreSettings, *, has_mask: bool, is_explicit: bool
 ) -> AttentionKernel:
-    """Choose the fused kernel that computes exactly this, or else the explicit products."""
+    """Choose the fused kernel that computes exactly this, or else eager attention."""
     if (
         is_explicit
         or scores.soft_cap is not None
