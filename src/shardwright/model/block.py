@@ -96,6 +96,11 @@ class Block(nn.Module):
         """Call `compute` through `run(function, *arguments)`; None calls it directly."""
         self._recompute_runner = run
 
+    @property
+    def is_recomputed(self) -> bool:
+        """True if the backward pass computes parts of the block again."""
+        return self._recompute_runner is not None
+
     def compile_forward(self, **options: Any) -> None:
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
         function = torch.compile(self.forward_with_recompute, **options)

@@ -80,6 +80,7 @@ def build_weight_maxima(
     mesh: Mesh | None,
     dtype: torch.dtype,
     offloaded_names: Collection[str],
+    gathered_names: Collection[str],
 ) -> WeightMaxima | None:
     """Build the exchange of a decoder with quantised products; None if it has nothing to exchange.
 
@@ -88,6 +89,8 @@ def build_weight_maxima(
 
     Args:
         dtype: compute precision of the products.
+        gathered_names: weights whose shards ZeRO quantises before it gathers them. The ranks agree
+            on scales of whole matrices, too.
     """
     if mesh is None:
         return None
@@ -110,6 +113,11 @@ def build_weight_maxima(
             _Entry(products, attribute, scaling, module.weight, module.is_transposed)
             for attribute, scaling in scalings.items()
             if products.spans_ranks(scaling, ("outputs", "inputs"))
+            or (
+                products.name in gathered_names
+                and module.weight.ndim == 2
+                and get_widest_blocks(scaling).rows is None
+            )
         )
     entries = {axes: found for axes, found in entries.items() if found}
     return WeightMaxima(entries, mesh, dtype) if entries else None
