@@ -184,9 +184,7 @@ def apply_layout(
             )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
-    gathered_codes = gather_codes(
-        decoder, plan, fsdp_modules, offloaded, is_compiled=compile_blocks
-    )
+    gathered_codes = gather_codes(decoder, plan, fsdp_modules, offloaded)
     if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
@@ -239,9 +237,7 @@ def apply_layout(
     # Codes are counted in the step whose products read them, so their gathers begin there.
     if fsdp_modules and layout.zero_stage < 3 and not offloaded and not gathered_codes:
         model.early_gathers = EarlyGathers(decoder, fsdp_modules)
-    model.weight_maxima = build_weight_maxima(
-        decoder, layouts, mesh, precision.compute, offloaded, gathered_codes
-    )
+    model.weight_maxima = build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded)
     if stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(

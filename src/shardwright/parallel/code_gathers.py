@@ -7,7 +7,7 @@ quantised once per gather, each rank its shard, instead of whole in every produc
 
 Both products of a weight read the same codes in `blockwise` and `nvfp4`. In `rowwise_with_gw_hp`
 and `mxfp8` the output and the input gradient read different ones, together as large as bf16. Where
-each pass gathers anew and reads one of them, its gather sends those. A block that recomputes its
+each pass gathers and reads one of them, its gather sends those. A block that recomputes its
 products reads both in its backward pass, and a compiled one may read in its forward pass what the
 backward pass needs: its weights are gathered in bf16.
 
@@ -51,8 +51,6 @@ def gather_codes(
     plan: Plan,
     fsdp_modules: Sequence[FSDPModule],
     offloaded_names: Collection[str],
-    *,
-    is_compiled: bool,
 ) -> frozenset[str]:
     """Let FSDP2 gather the codes of weights where that is exact and smaller; return their names.
 
@@ -64,7 +62,7 @@ def gather_codes(
     repeating = {
         module
         for block in decoder.blocks
-        if is_compiled or block.is_recomputed
+        if block.is_compiled or block.is_recomputed
         for module in block.modules()
     }
     gathered: list[str] = []
@@ -89,6 +87,7 @@ def gather_codes(
                 wide.append(products.name)
                 continue
             _extend(parameter, gather)
+            products.is_gathered_as_codes = True
             gathered.append(products.name)
     if wide:
         logger.info(

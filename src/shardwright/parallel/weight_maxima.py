@@ -80,17 +80,15 @@ def build_weight_maxima(
     mesh: Mesh | None,
     dtype: torch.dtype,
     offloaded_names: Collection[str],
-    gathered_names: Collection[str],
 ) -> WeightMaxima | None:
     """Build the exchange of a decoder with quantised products; None if it has nothing to exchange.
 
-    Weights that are offloaded or packed are left out. Their values are not at hand before a step,
-    so their products agree on the maxima one by one.
+    If ZeRO quantises shards of a weight before it gathers them, its ranks agree on the scale of a
+    whole matrix, too. Weights that are offloaded or packed are left out. Their values are not at
+    hand before a step, so their products agree on the maxima one by one.
 
     Args:
         dtype: compute precision of the products.
-        gathered_names: weights whose shards ZeRO quantises before it gathers them. The ranks agree
-            on scales of whole matrices, too.
     """
     if mesh is None:
         return None
@@ -114,7 +112,7 @@ def build_weight_maxima(
             for attribute, scaling in scalings.items()
             if products.spans_ranks(scaling, ("outputs", "inputs"))
             or (
-                products.name in gathered_names
+                products.is_gathered_as_codes
                 and module.weight.ndim == 2
                 and get_widest_blocks(scaling).rows is None
             )

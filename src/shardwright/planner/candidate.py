@@ -239,9 +239,9 @@ class Candidate:
         if self.saved_results is None:
             share = float(self.gathers_codes(is_recomputed=self.recompute != "none"))
         else:  # of the layers that keep all results, and of the others
-            kept = self.saved_results.count(None) / len(self.saved_results)
-            share = kept * self.gathers_codes(is_recomputed=False)
-            share += (1.0 - kept) * self.gathers_codes(is_recomputed=True)
+            whole = self.saved_results.count(None) / len(self.saved_results)
+            share = whole * self.gathers_codes(is_recomputed=False)
+            share += (1.0 - whole) * self.gathers_codes(is_recomputed=True)
         in_blocks = elements.count_in_blocks(gathers.block_rows)
         return share * gathers.share * in_blocks / max(1.0, elements.local)
 

@@ -169,8 +169,8 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
         assert wide_bytes == plain
         reason = "different codes for the output and for the input gradient"
         assert reason in explain_gathers(facts, candidate)
-    kept = {"recompute": "mixed", "saved_results": (None, frozenset())}
-    _, mixed_bytes, _ = predict(16, 3, kept, recipe="mxfp8")
+    mixed = {"recompute": "mixed", "saved_results": (None, frozenset())}
+    _, mixed_bytes, _ = predict(16, 3, mixed, recipe="mxfp8")
     assert mixed_bytes == pytest.approx((narrow_bytes + plain) / 2)
     compiled = [
         sum(count_quantisation_bytes(facts, kind, replace(block, layout=each, compile=True)))

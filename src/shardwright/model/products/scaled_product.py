@@ -109,6 +109,8 @@ class ScaledProducts:
     gathered: GatheredWeight | None = None
     """The weight, if its codes are gathered over data ranks. Those of a rank's shard are counted
     in `totals` where they are quantised."""
+    is_gathered_as_codes: bool = False
+    """True if ZeRO gathers the codes of the weight instead of its values."""
     output_maxima: Tensor | None = None
     """Maxima of the weight's blocks over all of its ranks, for the output, in the precision of the
     operands; None if the product must agree on them."""
