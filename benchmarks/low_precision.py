@@ -324,6 +324,11 @@ The mean difference has its 95% interval, by Student's t for three pairs.
   Than its {len(BF16_SEEDS)} seeds: {far_outside}.
 - **Precisions whose interval is without zero**: {distinct}. If no precision
   mattered, about one of these {2 * len(runs) - 2} intervals would be so by chance.
+- **`rowwise_with_gw_hp` is torchao's recipe of this name**: outputs and gradients of its products
+  equal those of torchao 0.18's emulation, bit by bit, on the same inputs
+  (`tests/unit/model/test_fp8_against_torchao.py`).
+  [Variants of it](../decisions/0179-gathers-of-each-pass.md#losses-of-rowwise_with_gw_hp) show no
+  single cast that causes its difference.
 
 {chr(10).join(render_rounding(runs))}
 

@@ -76,6 +76,7 @@ def run_two_steps(cell: Cell, change: str = "none") -> TwoSteps:
     rank = dist.get_rank() if cell.layout.world_size > 1 else 0
     grid = RankGrid(cell.layout)
     build = apply.build_weight_maxima
+    gather = apply.gather_codes
     maximise = Mesh.maximise_over
     maxima: list[Tensor] = []
 
@@ -86,8 +87,13 @@ def run_two_steps(cell: Cell, change: str = "none") -> TwoSteps:
     def build_if_wanted(*arguments: Any) -> WeightMaxima | None:
         return None if change == "in each product" else build(*arguments)
 
+    def gather_if_wanted(*arguments: Any, **options: Any) -> frozenset[str]:
+        # Codes are gathered only with maxima that are agreed before.
+        return frozenset() if change == "in each product" else gather(*arguments, **options)
+
     steps = TwoSteps([], [])
     with (
+        mock.patch.object(apply, "gather_codes", gather_if_wanted),
         mock.patch.object(apply, "build_weight_maxima", build_if_wanted),
         mock.patch.object(Mesh, "maximise_over", exchange),
     ):

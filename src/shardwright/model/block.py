@@ -96,6 +96,16 @@ class Block(nn.Module):
         """Call `compute` through `run(function, *arguments)`; None calls it directly."""
         self._recompute_runner = run
 
+    @property
+    def is_recomputed(self) -> bool:
+        """True if the backward pass computes parts of the block again."""
+        return self._recompute_runner is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if `compile_forward` has compiled the block."""
+        return self._forward_function != self.forward_with_recompute
+
     def compile_forward(self, **options: Any) -> None:
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
         function = torch.compile(self.forward_with_recompute, **options)

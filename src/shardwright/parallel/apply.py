@@ -184,7 +184,7 @@ def apply_layout(
             )
         resident = {name: part for name, part in layouts.items() if name not in offloaded}
         _fill_parameters(decoder, resident, layout, coordinates, read_slice)
-    gathered_codes = gather_codes(fsdp_modules)
+    gathered_codes = gather_codes(decoder, plan, fsdp_modules, offloaded)
     if offload is not None and shard_offload is None:
         boxes = {
             weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)

@@ -83,8 +83,9 @@ def build_weight_maxima(
 ) -> WeightMaxima | None:
     """Build the exchange of a decoder with quantised products; None if it has nothing to exchange.
 
-    Weights that are offloaded or packed are left out. Their values are not at hand before a step,
-    so their products agree on the maxima one by one.
+    If ZeRO quantises shards of a weight before it gathers them, its ranks agree on the scale of a
+    whole matrix, too. Weights that are offloaded or packed are left out. Their values are not at
+    hand before a step, so their products agree on the maxima one by one.
 
     Args:
         dtype: compute precision of the products.
@@ -110,6 +111,11 @@ def build_weight_maxima(
             _Entry(products, attribute, scaling, module.weight, module.is_transposed)
             for attribute, scaling in scalings.items()
             if products.spans_ranks(scaling, ("outputs", "inputs"))
+            or (
+                products.is_gathered_as_codes
+                and module.weight.ndim == 2
+                and get_widest_blocks(scaling).rows is None
+            )
         )
     entries = {axes: found for axes, found in entries.items() if found}
     return WeightMaxima(entries, mesh, dtype) if entries else None

@@ -217,12 +217,14 @@ def compute_token_multiple(placement: Placement, section: LowPrecisionSection | 
     return TOKEN_BLOCK_OF_RECIPE[section.recipe] * chunks
 
 
-def has_whole_block_shards(shape: tuple[int, ...], num_shards: int) -> bool:
-    """Return True if sharding the first dim leaves whole blocks of 128 rows, or whole experts.
+def has_whole_block_shards(
+    recipe: LowPrecisionRecipe, shape: tuple[int, ...], num_shards: int
+) -> bool:
+    """Return True if sharding the first dim leaves equal numbers of whole blocks, or of experts.
 
-    `shape` is that of a weight of `blockwise` on one tensor-parallel rank.
+    `shape` is that of a weight on one tensor-parallel rank.
     """
-    rows = BLOCK_OF_RECIPE["blockwise"] if len(shape) == 2 else 1
+    rows = BLOCK_OF_RECIPE.get(recipe, 1) if len(shape) == 2 else 1
     return shape[0] % (rows * num_shards) == 0
 
 

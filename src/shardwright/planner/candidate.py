@@ -222,16 +222,48 @@ class Candidate:
         return self.layout.is_sharded
 
     def get_gather_bytes(self, elements: ParameterElements) -> float:
-        """Return the mean bytes of an element of gathered parameters, in transfer and in memory.
-
-        Codes of 8-bit weights have one; the scales of their blocks are not counted.
-        """
+        """Return the mean bytes of an element of gathered parameters, in transfer and in memory."""
         size = self.engine.get_gather_bytes(self.activation_bytes)
-        shares = self.scaled_shares
-        if shares is None or not shares.gathered or not self.is_sharded or self.adapter is not None:
+        share = self.compute_coded_share(elements)
+        if not share:
             return size
-        coded = shares.gathered * elements.in_blocks / max(1.0, elements.local)
-        return size - coded * (size - 1.0)
+        assert self.scaled_shares is not None
+        assert self.scaled_shares.code_gathers is not None
+        return size - share * (size - self.scaled_shares.code_gathers.element_bytes)
+
+    def compute_coded_share(self, elements: ParameterElements) -> float:
+        """Compute the share of gathered parameters whose codes are gathered."""
+        gathers = None if self.scaled_shares is None else self.scaled_shares.code_gathers
+        if gathers is None:
+            return 0.0
+        if self.saved_results is None:
+            share = float(self.gathers_codes(is_recomputed=self.recompute != "none"))
+        else:  # of the layers that keep all results, and of the others
+            whole = self.saved_results.count(None) / len(self.saved_results)
+            share = whole * self.gathers_codes(is_recomputed=False)
+            share += (1.0 - whole) * self.gathers_codes(is_recomputed=True)
+        in_blocks = elements.count_in_blocks(gathers.block_rows)
+        return share * gathers.share * in_blocks / max(1.0, elements.local)
+
+    def gathers_codes(self, *, is_recomputed: bool) -> bool:
+        """Return True if ZeRO gathers codes of a layer's weights whose shards are whole blocks.
+
+        Codes that differ between the passes need a gather for each, and a backward pass that does
+        not compute outputs again.
+        """
+        gathers = None if self.scaled_shares is None else self.scaled_shares.code_gathers
+        if gathers is None or not self.is_sharded or self.adapter is not None:
+            return False
+        if gathers.has_agreed_maxima and self.has_offloaded_shards:
+            return False
+        return gathers.has_one_set or (
+            self.gathers_each_pass and not is_recomputed and not self.compile
+        )
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """True if ZeRO gathers the weights of blocks in the forward and in the backward pass."""
+        return self.is_sharded and (self.layout.zero_stage == 3 or self.has_offloaded_shards)
 
     @property
     def has_offloaded_shards(self) -> bool:

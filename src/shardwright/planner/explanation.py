@@ -200,15 +200,24 @@ def explain_gathers(facts: ModelFacts, candidate: Candidate) -> str:
     total = ParameterElements()
     for layer, kind in zip(facts.count_elements(candidate.layout).layers, facts.kinds, strict=True):
         total = total.add(layer.multiply(kind.count))
-    share = 2.0 - candidate.get_gather_bytes(total)
+    share = candidate.compute_coded_share(total)
+    shares = candidate.quantised_shares
+    gathers = None if shares is None else shares.code_gathers
+    if gathers is None:
+        return "Weights are gathered in bf16: they are stored as [in, out]."
+    rows = f"{gathers.block_rows} row{'s' * (gathers.block_rows > 1)}"
+    blocks = f"8-bit gathers need whole blocks of {rows} on each rank."
     if share:
         return (
             f"{share:.0%} of the blocks' parameters are gathered in 8 bits, the others in bf16: "
-            "8-bit gathers need whole blocks of 128 rows on each rank."
+            + blocks
         )
+    if gathers.has_one_set:
+        return f"Weights are gathered in bf16: {blocks}"
     return (
-        "Weights are gathered in bf16: only blockwise has one set of codes for both products, and "
-        "needs whole blocks of 128 rows on each rank."
+        f"Weights are gathered in bf16: {gathers.recipe} has different codes for the output and "
+        "for the input gradient. A gather has one set of them, which needs zero_stage 3 and blocks "
+        f"that are neither recomputed nor compiled. {blocks}"
     )
 
 

@@ -23,7 +23,11 @@ from shardwright.config.low_precision import (
 from shardwright.config.recipe import Recipe
 from shardwright.errors import RecipeError
 from shardwright.hardware import Accelerator
-from shardwright.placement.low_precision import TARGET_OF_ROLE, select_scaled_weights
+from shardwright.placement.low_precision import (
+    BLOCK_OF_RECIPE,
+    TARGET_OF_ROLE,
+    select_scaled_weights,
+)
 
 EAGER_BYTES = 47.0
 """Bytes moved per element to quantise in separate operations: 24 for the maxima (to fp32: 2 + 4,
@@ -80,6 +84,39 @@ class OperandElements(NamedTuple):
 
 
 @dataclass(frozen=True)
+class CodeGathers:
+    """Weights that ZeRO gathers as codes, if their shards are whole blocks
+    (`parallel.code_gathers`)."""
+
+    recipe: LowPrecisionRecipe
+    share: float
+    """Share of the weights of all kinds of layer."""
+
+    @property
+    def has_one_set(self) -> bool:
+        """True if the output and the input gradient multiply the same codes of a weight."""
+        return self.recipe in ("blockwise", "nvfp4")
+
+    @property
+    def has_agreed_maxima(self) -> bool:
+        """True if a scale of a matrix spans the shards, so that the ranks agree on it."""
+        return self.recipe in ("rowwise_with_gw_hp", "nvfp4")
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of weights."""
+        return BLOCK_OF_RECIPE.get(self.recipe, 1)
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element in a gather: its code, and its part of the scales. A scale of a row
+        is not counted."""
+        return 1.0 + {"blockwise": 4 / 128**2, "mxfp8": 1 / 32, "nvfp4": 1 / 16**2}.get(
+            self.recipe, 0.0
+        )
+
+
+@dataclass(frozen=True)
 class ScaledShares:
     """Share of the weights of each kind of layer that multiply quantised operands."""
 
@@ -94,9 +131,8 @@ class ScaledShares:
     """Extent of a scale that tensor-parallel ranks may share: a row or column, or a tensor."""
     has_stochastic_gradients: bool = False
     """Gradients of outputs are rounded stochastically."""
-    gathered: float = 0.0
-    """Share of the weights of all kinds that ZeRO gathers as codes, if their shards are whole
-    blocks."""
+    code_gathers: CodeGathers | None = None
+    """Weights that ZeRO may gather as codes; None if all are stored as `[in, out]`."""
 
     @property
     def eager_bytes(self) -> float:
@@ -213,18 +249,17 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         section.kind == "nvfp4",
         _SPANNING_SCALES.get(section.recipe, "nothing"),
         isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
-        _compute_gathered_share(shape, section, totals),
+        _build_code_gathers(shape, section, totals),
     )
 
 
-def _compute_gathered_share(
+def _build_code_gathers(
     shape: ModelShape,
     section: LowPrecisionSection,
     totals: dict[LowPrecisionTarget, list[int]],
-) -> float:
-    """Compute the share of weights whose codes ZeRO gathers (`parallel.code_gathers`)."""
+) -> CodeGathers | None:
     layouts = {shape.matrix_layout, shape.experts.matrix_layout if shape.experts else "out_in"}
-    if section.recipe != "blockwise" or "in_out" in layouts:
-        return 0.0
+    if "in_out" in layouts:
+        return None
     elements, selected = map(sum, zip(*totals.values(), strict=True))
-    return selected / elements
+    return CodeGathers(section.recipe, selected / elements)

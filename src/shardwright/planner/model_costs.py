@@ -18,6 +18,7 @@ from shardwright.architecture.flop_count import (
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout, ParameterLayout, compute_local_shape
 from shardwright.layout.saved_results import LayerResults
@@ -79,8 +80,9 @@ class ParameterElements(NamedTuple):
     """Elements of some parameters on the rank with the most: `local` is its tensor- and
     expert-parallel shard, `sharded` the ZeRO shard of that. `expert_*` are the elements of
     experts among them, `local_matrices` those of tensors with two or more dims (of `local`),
-    `movable` and `movable_sharded` those of matrices that `offload.parameters` moves, `in_blocks`
-    those of matrices whose ZeRO shards are whole blocks of 8-bit operands (of `local`)."""
+    `movable` and `movable_sharded` those of matrices that `offload.parameters` moves, `in_rows` and
+    `in_blocks_*` those of matrices whose ZeRO shards are equal numbers of whole rows, or of blocks
+    of so many rows (of `local`)."""
 
     local: float = 0.0
     sharded: float = 0.0
@@ -89,7 +91,10 @@ class ParameterElements(NamedTuple):
     local_matrices: float = 0.0
     movable: float = 0.0
     movable_sharded: float = 0.0
-    in_blocks: float = 0.0
+    in_rows: float = 0.0
+    in_blocks_16: float = 0.0
+    in_blocks_32: float = 0.0
+    in_blocks_128: float = 0.0
 
     def add(self, other: ParameterElements) -> ParameterElements:
         """Return the sum."""
@@ -98,6 +103,16 @@ class ParameterElements(NamedTuple):
     def multiply(self, count: float) -> ParameterElements:
         """Return `count` times the elements."""
         return ParameterElements._make([elements * count for elements in self])
+
+    def count_in_blocks(self, block_rows: int) -> float:
+        """Return the elements of matrices whose ZeRO shards are whole blocks of so many rows."""
+        by_rows = {
+            1: self.in_rows,
+            16: self.in_blocks_16,
+            32: self.in_blocks_32,
+            128: self.in_blocks_128,
+        }
+        return by_rows[block_rows]
 
 
 @dataclass(frozen=True)
@@ -266,8 +281,21 @@ def _count_parameter_elements(
     moved = (whole, shard) if can_move else (0.0, 0.0)
     experts = (whole, shard) if spec.role in EXPERT_ROLES else (0.0, 0.0)
     num_shards = layout.fsdp // (layout.ep if spec.role in EXPERT_ROLES else 1)
-    has_blocks = spec.role in TARGET_OF_ROLE and has_whole_block_shards(local_shape, num_shards)
-    return ParameterElements(whole, shard, *experts, matrices, *moved, has_blocks * whole)
+    can_be_coded = spec.role in TARGET_OF_ROLE and not spec.is_bias and num_shards > 1
+    coded = [
+        whole * (can_be_coded and has_whole_block_shards(recipe, local_shape, num_shards))
+        for recipe in _RECIPES_BY_BLOCK
+    ]
+    return ParameterElements(whole, shard, *experts, matrices, *moved, *coded)
+
+
+_RECIPES_BY_BLOCK: tuple[LowPrecisionRecipe, ...] = (
+    "rowwise_with_gw_hp",
+    "nvfp4",
+    "mxfp8",
+    "blockwise",
+)
+"""Recipes with blocks of 1, 16, 32 and 128 rows of a weight."""
 
 
 @lru_cache(maxsize=1024)

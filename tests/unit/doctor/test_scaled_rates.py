@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from shardwright.doctor.rates.scaled_rates import (
     time_scaled_products,
 )
 from shardwright.hardware import MatmulRate
+from shardwright.model.products import scaled_product
+from shardwright.model.products.operand import Operand
+from shardwright.model.products.scaled_product import ScaledProducts
 
 CPU = torch.device("cpu")
 BF16 = [MatmulRate("fp32", 256, 256, 256, 1e9), MatmulRate("bf16", 128, 128, 128, 2e9)]
@@ -49,6 +53,29 @@ def test_a_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not measured: cuBLAS" in finding.value
 
 
+def test_the_gradients_of_nvfp4_are_rounded_stochastically(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With kernels that answer for a GPU's, the input gradient alone draws random numbers."""
+    keys = []
+    quantise = ScaledProducts.quantise
+
+    def record(self: ScaledProducts, *arguments: Any, **options: Any) -> Operand:
+        keys.append(options.get("rounding_key"))
+        return quantise(self, *arguments, **options)
+
+    monkeypatch.setattr(ScaledProducts, "quantise", record)
+    monkeypatch.setattr(scaled_rates, "_CPU_RECIPES", ("nvfp4",))
+    monkeypatch.setattr(scaled_rates, "MEASURED_RECIPES", ("nvfp4",))
+    for module in (scaled_rates, scaled_product):
+        monkeypatch.setattr(module, "multiply_on_device", lambda left, right, dtype: None)
+    (rate,) = time_scaled_products(CPU, BF16)
+    assert rate.obstacle is None
+    assert rate.stochastic_flops_per_second is not None
+    assert rate.stochastic_flops_per_second > 0
+    assert any(key is not None for key in keys)
+
+
 def test_findings_compare_with_bf16_and_between_ranks() -> None:
     rate = ScaledRate("rowwise", 8192, 7e14, 1.19e15, 8.4e14)
     (finding,) = judge_scaled_products({0: [rate], 1: [rate]}, "cuda")
@@ -57,8 +84,12 @@ def test_findings_compare_with_bf16_and_between_ranks() -> None:
     assert "with the quantisation of both operands 1.20 times" in finding.value
     assert "emulates" not in finding.value
     assert finding.numbers["times_bf16_with_quantisation"] == pytest.approx(1.2)
-    (other,) = judge_scaled_products({0: [replace(rate, recipe="nvfp4")]}, "cuda")
+    assert "stochastically" not in finding.value
+    narrow = replace(rate, recipe="nvfp4", stochastic_flops_per_second=3.5e14)
+    (other,) = judge_scaled_products({0: [narrow]}, "cuda")
     assert other.name == "products, nvfp4"
+    assert "0.50 times if gradients are rounded stochastically" in other.value
+    assert other.numbers["times_bf16_with_stochastic_rounding"] == pytest.approx(0.5)
     slow = replace(rate, kernel_flops_per_second=5e14)
     findings = judge_scaled_products({0: [rate], 1: [rate], 2: [slow], 3: [rate]}, "cuda")
     assert [each.name for each in findings if each.verdict != "pass"] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -25,6 +26,7 @@ from shardwright.planner.low_precision import (
     EAGER_4BIT_BYTES,
     EAGER_BYTES,
     STOCHASTIC_BYTES,
+    CodeGathers,
     ScaledShares,
     build_scaled_shares,
     explain_missing_kernels,
@@ -64,10 +66,15 @@ def test_shares_follow_targets_and_exclusions() -> None:
     def build(**section: Any) -> ScaledShares | None:
         return build_scaled_shares(shape, FP8Section(**section))
 
-    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning="rows")
-    assert build(recipe="mxfp8", targets=("mlp",)) == ScaledShares(0.0, 1.0, 0.0, False)
+    rows = partial(CodeGathers, "rowwise_with_gw_hp")
+    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning="rows", code_gathers=rows(1.0))
+    gated = build(recipe="mxfp8", targets=("mlp",))
+    assert gated is not None
+    assert gated.code_gathers is not None
+    assert 0.5 < gated.code_gathers.share < 1.0
+    assert replace(gated, code_gathers=None) == ScaledShares(0.0, 1.0, 0.0, False)
     half = build(exclude=("model.layers.0.*",))
-    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning="rows")
+    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning="rows", code_gathers=rows(0.5))
     thirds = build(exclude=("*.down_proj.weight",))
     assert thirds is not None
     assert thirds.mlp == pytest.approx(2 / 3)
@@ -131,9 +138,11 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     coded = 3 * matrix + attention
     rest = 2 * 2048  # norms
 
-    def predict(num_ranks: int, stage: Any, **section: Any) -> tuple[Candidate, float, float]:
+    def predict(
+        num_ranks: int, stage: Any, changes: dict[str, Any] | None = None, **section: Any
+    ) -> tuple[Candidate, float, float]:
         layout = Layout(dp_shard=num_ranks, zero_stage=stage)
-        candidate = replace(make_candidate(LLAMA, **section), layout=layout)
+        candidate = replace(make_candidate(LLAMA, **section), layout=layout, **changes or {})
         size = candidate.get_gather_bytes(facts.count_elements(layout).layers[0])
         return (
             candidate,
@@ -141,15 +150,28 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
             sum(count_quantisation_bytes(facts, kind, candidate)),
         )
 
-    _, plain, all_bytes = predict(16, 3, recipe="mxfp8")
+    _, plain, all_bytes = predict(16, 2, recipe="mxfp8")
     assert plain == 2 * (coded + rest)
     block, num_bytes, casts = predict(16, 3, recipe="blockwise")
-    assert num_bytes == pytest.approx(coded + 2 * rest)
+    scales = 4 * coded / 128**2
+    assert num_bytes == pytest.approx(coded + scales + 2 * rest)
     saved = 2 * coded * (1 - 1 / 16)
     assert all_bytes - casts == pytest.approx(EAGER_BYTES * saved)
     # Stage 2 gathers once per step, and the backward pass reads the same codes.
     _, _, once = predict(16, 2, recipe="blockwise")
     assert casts - once == pytest.approx(EAGER_BYTES * coded / 16)
+    # mxfp8 has other codes in the backward pass: each pass gathers its own, if it needs no others.
+    _, narrow_bytes, narrow_casts = predict(16, 3, recipe="mxfp8")
+    assert narrow_bytes == pytest.approx(coded * (1 + 1 / 32) + 2 * rest)
+    assert narrow_casts == pytest.approx(casts)
+    for changes in ({"recompute": "full"}, {"compile": True}):
+        candidate, wide_bytes, _ = predict(16, 3, changes, recipe="mxfp8")
+        assert wide_bytes == plain
+        reason = "different codes for the output and for the input gradient"
+        assert reason in explain_gathers(facts, candidate)
+    mixed = {"recompute": "mixed", "saved_results": (None, frozenset())}
+    _, mixed_bytes, _ = predict(16, 3, mixed, recipe="mxfp8")
+    assert mixed_bytes == pytest.approx((narrow_bytes + plain) / 2)
     compiled = [
         sum(count_quantisation_bytes(facts, kind, replace(block, layout=each, compile=True)))
         for each in (block.layout, Layout())
@@ -158,17 +180,21 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     assert compiled[1] - compiled[0] == pytest.approx(2 * COMPILED_BYTES * coded - shards)
     _, half, _ = predict(16, 3, recipe="blockwise", targets=("mlp",))
     share = 3 * matrix / coded
-    assert half == pytest.approx(2 * (coded + rest) - share * coded)
-    _, partial, _ = predict(64, 3, recipe="blockwise")
-    assert partial == pytest.approx(2 * matrix + 2 * (matrix + attention + rest))
+    assert half == pytest.approx(2 * (coded + rest) - share * (coded - scales))
+    _, partial_bytes, _ = predict(64, 3, recipe="blockwise")
+    gates = 2 * matrix * (1 + 4 / 128**2)
+    assert partial_bytes == pytest.approx(gates + 2 * (matrix + attention + rest))
+    _, shorter, _ = predict(64, 3, recipe="mxfp8")
+    assert shorter == narrow_bytes
     efficiency = load_efficiencies().get_efficiency(H100.accelerator)
     predictor = Predictor(facts, H100, efficiency)
     wide = predictor.predict(replace(block, scaled_shares=None))
     narrow = predictor.predict(block)
     assert 0.5 < narrow.memory.gathered / wide.memory.gathered < 0.75
     assert explain_gathers(facts, block).startswith("100% of the blocks' parameters are gathered")
-    rows = make_candidate(LLAMA)
-    assert "gathered in bf16" in explain_gathers(facts, replace(rows, layout=block.layout))
+    # The scale of a whole matrix is agreed before the first gather.
+    rows = replace(make_candidate(LLAMA), layout=block.layout)
+    assert "whole blocks of 1 row on" in explain_gathers(facts, rows)
 
 
 def count_temporary_bytes(candidate: Candidate) -> float:
@@ -216,6 +242,7 @@ def test_temporary_memory_is_that_of_all_local_experts(num_ranks: int) -> None:
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
     plain = ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
+    plain = replace(plain, code_gathers=CodeGathers("nvfp4", 1.0))
     assert shares == replace(plain, has_stochastic_gradients=True)
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
     assert candidate.is_runnable

@@ -1,7 +1,8 @@
-"""The planner's exchanges of maxima are those of a rehearsal, by number and bytes."""
+"""The planner's gathers of codes and exchanges of maxima are those of a rehearsal."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -63,3 +64,41 @@ def test_the_planner_counts_the_exchanges_of_maxima(
     weights = found - predicted
     assert predicted - found == Counter()
     assert sum(weights.values()) == pytest.approx(per_step)
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "num_exchanges"),
+    [
+        ("rowwise_with_gw_hp", 1),
+        pytest.param("mxfp8", 0, marks=pytest.mark.long),
+        pytest.param("nvfp4", 1, marks=pytest.mark.long),
+    ],
+)
+def test_the_planner_counts_the_bytes_of_gathered_codes(
+    recipe_name: str, num_exchanges: int
+) -> None:
+    layout = Layout(dp_shard=2, zero_stage=3)
+    precision = NVFP4 if recipe_name == "nvfp4" else {"kind": "fp8", "fp8": {"recipe": recipe_name}}
+    recipe = Case("llama", layout, sections={"precision": precision}).make_recipe()
+    shape = read_recipe_shape(recipe)
+
+    def count(section: PrecisionSection) -> tuple[int, int]:
+        plan = build_plan(shape, layout, BatchPlan(64, 1, 1, 2), section, "none")
+        collectives = rehearse_rank(recipe, plan, 0).collectives
+        kinds = [each.kind for each in collectives]
+        gathered = sum(each.num_bytes for each in collectives if each.kind == "all_gather")
+        return gathered, kinds.count("all_reduce")
+
+    wide_bytes, wide_reductions = count(PrecisionSection(kind="bf16"))
+    narrow_bytes, narrow_reductions = count(recipe.precision)
+    assert narrow_reductions - wide_reductions == num_exchanges
+    facts = ModelFacts(shape.base_shape)
+    candidate = replace(build_template(recipe), layout=layout, recompute="none")
+    elements = facts.count_elements(layout).layers
+    saved = sum(
+        2 * kind.count * each.local * (2 - candidate.get_gather_bytes(each))
+        for kind, each in zip(facts.kinds, elements, strict=True)
+    )
+    # Scales of rows are not predicted.
+    assert wide_bytes - narrow_bytes == pytest.approx(saved, rel=0.02)
+    assert not math.isclose(saved, 0)

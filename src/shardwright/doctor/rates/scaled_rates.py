@@ -1,7 +1,8 @@
 """Rates of products of quantised operands, compared with bf16, or the reason why there is none.
 
 Two rates count: that of the kernel alone, and that with the quantisation of both operands, which
-the trainer repeats in every product.
+the trainer repeats in every product. A recipe that rounds gradients stochastically has a third: of
+the input gradient, whose quantisation draws random numbers.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class ScaledRate:
     kernel_flops_per_second: float | None = None
     whole_flops_per_second: float | None = None
     """Rate with the quantisation of both operands."""
+    stochastic_flops_per_second: float | None = None
+    """Rate of an input gradient with the quantisation of both operands, of which it rounds the
+    gradient stochastically; None if the recipe rounds to nearest."""
     obstacle: str | None = None
     is_unexpected: bool = False
     """True if the device should have the kernel, and calling it failed."""
@@ -81,6 +85,8 @@ def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulR
         return ScaledRate(recipe, side, bf16.flops_per_second, obstacle=obstacle)
     x_MK, w_NK = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     products = ScaledProducts(PRODUCT_SCALINGS[recipe], is_emulated=False)
+    if recipe == "nvfp4":
+        products.rounding_key = torch.zeros((), dtype=torch.int32, device="cpu")
     left, right = products.quantise_output_operands(x_MK, w_NK)
     seconds = _SECONDS[device.type]
     try:
@@ -90,11 +96,23 @@ def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulR
         whole = measure_best_seconds(
             lambda: products.compute_output(x_MK, w_NK), device, seconds=seconds
         )
+        stochastic = None
+        if products.rounding_key is not None:
+            stochastic = measure_best_seconds(
+                lambda: products.compute_input_gradient(x_MK, w_NK), device, seconds=seconds
+            )
     except (RuntimeError, ValueError) as error:
         reason = extract_first_line(str(error))
         return ScaledRate(recipe, side, bf16.flops_per_second, obstacle=reason, is_unexpected=True)
     flops = 2.0 * side**3
-    return ScaledRate(recipe, side, bf16.flops_per_second, flops / kernel, flops / whole)
+    return ScaledRate(
+        recipe,
+        side,
+        bf16.flops_per_second,
+        flops / kernel,
+        flops / whole,
+        None if stochastic is None else flops / stochastic,
+    )
 
 
 def _name_precision(recipe: str) -> str:
@@ -131,17 +149,23 @@ def judge_scaled_products(
             )
             continue
         kernels = {rank: rate.kernel_flops_per_second or 0.0 for rank, rate in by_rank.items()}
-        kernel_factor, whole_factor = (
+        kernel_factor, whole_factor, stochastic_factor = (
             median(
                 (getattr(rate, field) or 0.0) / rate.bf16_flops_per_second
                 for rate in by_rank.values()
             )
-            for field in ("kernel_flops_per_second", "whole_flops_per_second")
+            for field in (
+                "kernel_flops_per_second",
+                "whole_flops_per_second",
+                "stochastic_flops_per_second",
+            )
         )
         value = (
             f"{format_flops_per_second(min(kernels.values()))}, {kernel_factor:.2f} times bf16; "
             f"with the quantisation of both operands {whole_factor:.2f} times"
         )
+        if stochastic_factor:
+            value += f", and {stochastic_factor:.2f} times if gradients are rounded stochastically"
         if device_kind == "cpu":
             value += "; training on a CPU emulates"
         numbers = {
@@ -149,6 +173,7 @@ def judge_scaled_products(
             "flops_per_second": kernels,
             "times_bf16": kernel_factor,
             "times_bf16_with_quantisation": whole_factor,
+            "times_bf16_with_stochastic_rounding": stochastic_factor or None,
             "side": next(iter(by_rank.values())).side,
         }
         findings.append(Finding(SECTION, name, "pass", value, "", numbers))

@@ -75,16 +75,6 @@ class ProductScaling:
     weight_gradient: tuple[Scaling, Scaling] | None
     """Scaling of g and of x."""
 
-    @property
-    def gathered_weight(self) -> Scaling | None:
-        """Scaling of a weight whose codes may be gathered instead of its values.
-
-        None unless both products read the same codes, in blocks of a fixed size.
-        """
-        scaling = self.output[1]
-        has_blocks = type(scaling) is Scaling and None not in (scaling.rows, scaling.columns)
-        return scaling if has_blocks and scaling == self.input_gradient[1] else None
-
 
 _TENSOR = Scaling(None, None)
 _TENSOR_E5M2 = Scaling(None, None, E5M2)

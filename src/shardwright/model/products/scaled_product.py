@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
+from shardwright.model.products.gathered_weight import GatheredWeight
 from shardwright.model.products.grouped_matmul import multiply_grouped
 from shardwright.model.products.operand import (
     Operand,
@@ -105,9 +106,11 @@ class ScaledProducts:
     is_emulated: bool = True
     """True multiplies dequantised operands; False calls the device's kernels."""
     totals: RoundingTotals | None = None
-    gathered: QuantisedMatrix | None = None
-    """The weight, if its codes are gathered over data ranks; matrices of experts below each other.
-    Those of a rank's shard are counted in `totals` where they are quantised."""
+    gathered: GatheredWeight | None = None
+    """The weight, if its codes are gathered over data ranks. Those of a rank's shard are counted
+    in `totals` where they are quantised."""
+    is_gathered_as_codes: bool = False
+    """True if ZeRO gathers the codes of the weight instead of its values."""
     output_maxima: Tensor | None = None
     """Maxima of the weight's blocks over all of its ranks, for the output, in the precision of the
     operands; None if the product must agree on them."""
@@ -196,7 +199,7 @@ class ScaledProducts:
             rounding_key: Key of random numbers; None rounds to nearest.
         """
         if self.gathered is not None and dims == _W:
-            return self.gathered
+            return self.gathered.read(scaling)
         spans_ranks = self.spans_ranks(scaling, dims)
         if num_matrices > 1:
             scaling = limit_rows(scaling, values_RC.shape[0] // num_matrices)
@@ -215,6 +218,10 @@ class ScaledProducts:
         if self.totals.is_counting:
             self.totals.add(self.name, values_RC, operand)
         return operand
+
+    def get_agreed_maxima(self, *, is_backward: bool) -> Tensor | None:
+        """Return the known maxima of the weight in the output, or in the input gradient."""
+        return self.input_gradient_maxima if is_backward else self.output_maxima
 
     def spans_ranks(self, scaling: Scaling, dims: tuple[LayerDim, LayerDim]) -> bool:
         """Return True if a scale of an operand spans the ranks that share the weight."""

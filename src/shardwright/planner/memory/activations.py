@@ -114,7 +114,8 @@ def get_layer_activations(
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
         candidate.adapter is None or candidate.adapter.quantised,
-        candidate.scaled_shares and (candidate.scaled_shares, layout.fsdp, layout.ep),
+        candidate.scaled_shares
+        and (candidate.scaled_shares, layout.fsdp, layout.ep, candidate.gathers_each_pass),
     )
     cached = facts.activation_cache.get(key)
     if cached is None:

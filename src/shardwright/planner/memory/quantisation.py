@@ -36,7 +36,7 @@ def compute_block_temporaries(
         m = rows * num_matrices
         weight = n * k * num_matrices
         # Gathered codes are not quantised again.
-        is_quantised = compute_quantised_shares(product, n, candidate, shares, facts)[0] == 1.0
+        is_quantised = compute_quantised_shares(facts, kind, product, n, candidate)[0] == 1.0
         quantised_weight = weight * is_quantised
         beside_gradient = m * n + weight + quantised_weight  # the weight's codes, transposed too
         if candidate.adapter is None and shares.get_weight_gradient_share(product.role):

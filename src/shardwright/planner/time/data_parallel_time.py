@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.parameter_memory import StageLoad, count_adapter_elements
 from shardwright.planner.model_costs import ParameterElements
 from shardwright.planner.time.communication import NetworkModel
+from shardwright.planner.time.maxima_exchanges import compute_shard_maxima_seconds
 from shardwright.planner.time.step_costs import StepCosts
 from shardwright.planner.time.traffic import DataTraffic, compute_data_traffic
 
@@ -104,7 +107,11 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
             reductions.replica_reduce_seconds,
             reductions.idle_share,
         )
-    return compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+    maxima_seconds = compute_shard_maxima_seconds(
+        costs.facts, load, candidate, network, costs.groups["fsdp"]
+    )
+    traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+    return replace(traffic, maxima_seconds=maxima_seconds)
 
 
 def _drop_movable(elements: ParameterElements) -> ParameterElements:
@@ -126,12 +133,13 @@ def overlap_traffic(
     stage = candidate.layout.zero_stage
     share = max(network.efficiency.data_overlap, traffic.idle_share)
     sharded = candidate.is_sharded
-    gathers_each_pass = sharded and (stage == 3 or candidate.has_offloaded_shards)
+    gathers_each_pass = candidate.gathers_each_pass
     gathers_forward = num_micro_batches if gathers_each_pass else 1 if sharded else 0
     gathers_backward = num_micro_batches if gathers_each_pass else 0
     reduces_always = sharded and candidate.engine.should_reduce_each_micro_batch(stage)
     reductions = num_micro_batches if reduces_always else 1
-    exposed = hidden = 0.0
+    exposed = traffic.maxima_seconds
+    hidden = 0.0
 
     def overlap(window: float, seconds: float, exposed_part: float, num_passes: int) -> None:
         nonlocal exposed, hidden

@@ -1,9 +1,10 @@
-"""Exchanges in which tensor-parallel ranks agree on the maxima that scales follow from."""
+"""Exchanges in which ranks agree on the maxima that scales follow from."""
 
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.model_costs import LayerKind, ModelFacts
+from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.memory_traffic import list_matmuls
 
@@ -55,3 +56,27 @@ def list_maxima_exchanges(
     num_passes = num_layers * candidate.gradient_accumulation_steps
     forward.append((1.0 / num_passes, 8.0 * (len(forward) + len(backward)) * num_layers))
     return forward, backward
+
+
+def compute_shard_maxima_seconds(
+    facts: ModelFacts,
+    load: StageLoad,
+    candidate: Candidate,
+    network: NetworkModel,
+    group: StridedGroup,
+) -> float:
+    """Compute the seconds per step in which ZeRO's ranks agree on the maxima of matrices whose
+    codes they gather; two scales per weight are counted. Under tp, it is the exchange above."""
+    shares = candidate.quantised_shares
+    if shares is None or shares.code_gathers is None or candidate.layout.tp > 1:
+        return 0.0
+    if not shares.code_gathers.has_agreed_maxima:
+        return 0.0
+    num_weights = sum(
+        count * len(kind.matmuls)
+        for kind, count in zip(facts.kinds, load.layers, strict=True)
+        if candidate.gathers_codes(
+            is_recomputed=get_layer_recompute(kind, candidate.recompute) != "none"
+        )
+    )
+    return network.time_all_reduce(group, 8.0 * num_weights) if num_weights else 0.0

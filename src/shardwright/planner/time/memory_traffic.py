@@ -13,7 +13,7 @@ from shardwright.planner.low_precision import (
     STOCHASTIC_BYTES,
     ScaledShares,
 )
-from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
 
 
 def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:
@@ -219,7 +219,7 @@ def _count_operand_bytes(
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         num_out, num_in = compute_local_sides(product, candidate)
-        weight_shares = compute_quantised_shares(product, num_out, candidate, shares, facts)
+        weight_shares = compute_quantised_shares(facts, kind, product, num_out, candidate)
         elements = shares.count_operands(product.role, rows, num_out, num_in, weight_shares)
         num_calls = count_matmul_calls(facts, kind, product, candidate)
         num_bytes = element_bytes * num_calls
@@ -234,11 +234,7 @@ def _count_operand_bytes(
 
 
 def compute_quantised_shares(
-    product: Matmul,
-    num_out: float,
-    candidate: Candidate,
-    shares: ScaledShares,
-    facts: ModelFacts,
+    facts: ModelFacts, kind: LayerKind, product: Matmul, num_out: float, candidate: Candidate
 ) -> tuple[float, float]:
     """Compute the share of a weight that a rank quantises in the forward and the backward pass.
 
@@ -252,10 +248,19 @@ def compute_quantised_shares(
     shape: tuple[int, ...] = (int(num_out), product.num_inputs)
     if is_expert and experts is not None:
         shape = (experts.num_experts // layout.ep, *shape)
-    if not (shares.gathered and candidate.is_sharded and has_whole_block_shards(shape, num_shards)):
+    shares = candidate.scaled_shares
+    if (
+        shares is None
+        or shares.code_gathers is None
+        or not candidate.gathers_codes(
+            is_recomputed=get_layer_recompute(kind, candidate.recompute) != "none"
+        )
+        or num_shards == 1
+        or not has_whole_block_shards(shares.code_gathers.recipe, shape, num_shards)
+    ):
         return 1.0, 1.0
     cost = shares.eager_bytes / COMPILED_BYTES if candidate.compile else 1.0
-    return cost / num_shards, (layout.zero_stage == 3) * cost / num_shards
+    return cost / num_shards, candidate.gathers_each_pass * cost / num_shards
 
 
 def compute_local_sides(product: Matmul, candidate: Candidate) -> tuple[float, float]:

@@ -318,7 +318,8 @@ class DataTraffic:
     `reduce_seconds` cover all its parameters once, `first_gather_seconds` and `last_reduce_seconds`
     the exposed parts: the first gather and the last reduction. `replica_reduce_seconds` is the
     reduction of shards over dp_replicate, once per step. `idle_share`: share of an asynchronous
-    reduction in which a CPU rank's processor waits for the link."""
+    reduction in which a CPU rank's processor waits for the link. `maxima_seconds`: the exchange of
+    maxima before the first gather of codes, once per step."""
 
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
@@ -326,6 +327,7 @@ class DataTraffic:
     last_reduce_seconds: float = 0.0
     replica_reduce_seconds: float = 0.0
     idle_share: float = 0.0
+    maxima_seconds: float = 0.0
 
 
 def compute_data_traffic(
