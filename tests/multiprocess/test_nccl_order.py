@@ -27,7 +27,6 @@ from shardwright.verification import cell
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.grid import (
     GRID_SEQUENCE_LENGTH,
-    NUM_COVERING_LAYERS,
     GridCell,
     group_by_reference,
     list_cells,
@@ -39,6 +38,7 @@ from shardwright.verification.reference import (
     write_reference,
 )
 from shardwright.verification.verification import verify
+from tests.covering_cells import NUM_COVERING_LAYERS
 from tests.multiprocess.models import LLAMA, build_recipe
 from tests.multiprocess.nccl_order.order import WrongOrder
 from tests.multiprocess.nccl_order.pool import OrderedRankPool

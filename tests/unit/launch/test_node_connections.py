@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def test_a_connection_without_a_greeting_is_closed(
 ) -> None:
     other = connect()
     other.send(hello)
-    other.connection.shutdown(socket.SHUT_WR)
+    with suppress(OSError):  # a line that is too long is answered by closing at once
+        other.connection.shutdown(socket.SHUT_WR)
     assert other.receive() is None
     accept(nodes, connect())
 
