@@ -10,7 +10,7 @@ from benchmarks.network_layouts import describe, predict_rows, summarise
 
 MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "network-layouts.json"
 NETWORKS = json.loads(MEASURED.read_text(encoding="utf-8"))["networks"]
-MAX_MEAN_ERRORS = {"unshaped": 0.28}
+MAX_MEAN_ERRORS = {"unshaped": 0.2}
 """Errors above our goal of 0.15: gathers and reduce-scatters over no shaped link are predicted too
 slow."""
 
