@@ -194,6 +194,7 @@ def start_shardwright(
         return loss.mean()
 
     def finish() -> dict[str, Any]:
+        state.close_offloads()  # otherwise its threads keep the process
         num_parameters = sum(tensor.numel() for _, tensor in state.model.named_parameters())
         result: dict[str, Any] = {
             "num_parameters": num_parameters,
