@@ -78,7 +78,14 @@ class GpuCase:
             "sequence_length": self.sequence_length,
             "micro_batch_size": self.micro_batch_size,
             "options": self.list_options(),
+            "compared_with": self.compared_with,
         }
+
+    @property
+    def compared_with(self) -> str | None:
+        """Name of the case whose MFU is the measure of this one's."""
+        reference = self.shape.compared_with
+        return f"{reference}-{self.sequence_length}{self.variant}" if reference else None
 
     def list_options(self) -> list[str]:
         """Describe for a reader what differs from the whole model and plain AdamW."""

@@ -20,10 +20,12 @@ def fit_case(case: GpuCase, cluster: Cluster | None, device: str, precision: str
     shape leaves their number open.
 
     Raises:
-        CaseDoesNotFitError: none fits, or the catalogue lacks the device.
+        CaseDoesNotFitError: none fits, or there is no cluster to predict on.
     """
     if cluster is None:
-        raise CaseDoesNotFitError("the catalogue lacks this device, whose memory decides what fits")
+        raise CaseDoesNotFitError(
+            "no prediction of memory: the catalogue lacks this device, or shardwright does not run"
+        )
     num_layers = case.shape.config["num_hidden_layers"]
     lowest = _LAYER_STEP if case.shape.has_fitted_layers else num_layers
     reasons = []

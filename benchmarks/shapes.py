@@ -135,6 +135,8 @@ class Shape:
     """True if the model has as many layers as fit, at most those of `config`."""
     has_peers: bool = True
     """False if other contenders cannot run it, or not with the same settings."""
+    compared_with: str = ""
+    """Shape whose MFU is the measure of this one's; its cases have the same lengths."""
 
 
 SHAPES = {
@@ -220,6 +222,7 @@ SHAPES = {
         settings=(Settings(),),
         has_fitted_layers=True,
         has_peers=False,
+        compared_with="llama-3-8b-12-layers",
     ),
     "gpt-oss-20b": Shape(
         _GPT_OSS_20B,
@@ -229,6 +232,7 @@ SHAPES = {
         settings=(Settings(),),
         has_fitted_layers=True,
         has_peers=False,
+        compared_with="llama-3-8b-12-layers",
     ),
     "gpt-oss-20b-lora": Shape(
         _GPT_OSS_20B,
@@ -239,6 +243,7 @@ SHAPES = {
         settings=(Settings(),),
         has_fitted_layers=True,
         has_peers=False,
+        compared_with="llama-3-8b-lora",
     ),
     "qwen3-30b-a3b": Shape(
         _QWEN3_30B_A3B,
@@ -248,6 +253,7 @@ SHAPES = {
         settings=(Settings(),),
         has_fitted_layers=True,
         has_peers=False,
+        compared_with="llama-3-8b-12-layers",
     ),
     "qwen3-30b-a3b-lora": Shape(
         _QWEN3_30B_A3B,
@@ -258,6 +264,7 @@ SHAPES = {
         settings=(Settings(),),
         has_fitted_layers=True,
         has_peers=False,
+        compared_with="llama-3-8b-lora",
     ),
 }
 

@@ -47,6 +47,11 @@ taken. Graph breaks are the places where torch.compile stopped tracing. Host wai
 step for the device, counted in steps after the timed ones."""
 
 
+GPU_RATIOS = """\
+Families with windows, soft caps, sinks and experts, each beside Llama 3 8B of the same length. The
+goal for Gemma 2 and gpt-oss is a ratio of at least 0.85."""
+
+
 def main() -> None:
     """Write the page of one result file."""
     parser = argparse.ArgumentParser(
@@ -195,12 +200,32 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
         sections.append(
             f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_render_predictions(predicted)}"
         )
+    if ratios := _list_utilisation_ratios(dict(rows), result["cases"]):
+        header = ("run", "MFU", "compared with", "its MFU", "ratio")
+        sections.append(
+            f"## MFU of other families\n\n{GPU_RATIOS}\n\n{_render_table(header, ratios)}"
+        )
     if result["skipped"]:
         sections.append(
             "## Skipped\n\n"
             + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items())
         )
     return sections
+
+
+def _list_utilisation_ratios(
+    rows: dict[str, dict[str, Any]], cases: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """Compare the MFU of our rows with that of the case that each is measured by."""
+    ratios = []
+    for case in cases:
+        name = case["name"]
+        other = case["compared_with"]
+        mfu = rows[name].get("mfu")
+        reference = rows.get(other, {}).get("mfu")
+        if mfu is not None and reference is not None:
+            ratios.append((name, f"{mfu:.1%}", other, f"{reference:.1%}", f"{mfu / reference:.2f}"))
+    return ratios
 
 
 def _render_predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:

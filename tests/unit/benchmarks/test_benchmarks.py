@@ -252,6 +252,36 @@ def test_cases_take_the_first_settings_that_fit_the_device(monkeypatch: pytest.M
         fit("llama-3-8b", "L4")
 
 
+def test_a_family_is_compared_with_llama_of_its_length() -> None:
+    names = ("llama-3-8b-12-layers", "gemma-2-9b")
+    conditions = make_cpu_result(speed=1.0, memory=1.0)["conditions"]
+    rates = {f"tokens_per_second{suffix}": 1.0 for suffix in ("", "_lowest", "_highest")}
+    row = rates | {
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+        "attention": ["flex (x)"],
+        "graph_breaks": 0,
+        "host_waits": 1.0,
+        "first_loss": 9.0,
+        "last_loss": 8.0,
+    }
+    cases = [
+        gpu.GpuCase(name, SHAPES[name], length, "-compile").describe()
+        | {"contenders": {"shardwright": row | {"mfu": length * share}}}
+        for name, share in zip(names, (1e-4, 0.9e-4), strict=True)
+        for length in (4096, 8192)
+    ]
+    device = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
+    page = table.render(
+        {"conditions": conditions, "precision": "bf16", "device": device, "skipped": {}}
+        | {"cases": cases}
+    )
+    for length, own, other in ((4096, "36.9%", "41.0%"), (8192, "73.7%", "81.9%")):
+        expected = f"| gemma-2-9b-{length}-compile | {own} | {names[0]}-{length}-compile | {other} "
+        assert f"{expected}| 0.90 |" in page
+    assert "| 2 x 4,096 | compile, 42 of 42 layers | shardwright | 1 |" in page
+
+
 def test_attention_kernels_are_named_without_their_reasons() -> None:
     lines = ["flex (a window of 8 tokens; sinks / a soft cap); sdpa (causal order)", "sdpa (x)"]
     assert name_attention_kernels({"attention": lines}) == "flex, sdpa"
@@ -305,12 +335,14 @@ def test_a_failing_case_does_not_stop_the_others(
     cases = [
         gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")
     ]
+    cases.append(gpu.GpuCase("tiny-lora", TINY["tiny-lora"], 64, ""))
     assert gpu.measure_cases(
         cases, [], {}, argparse.Namespace(device="cpu", precision="fp32", out=tmp_path)
     )
     result = json.loads((tmp_path / "one-gpu.json").read_text())
     assert [case["name"] for case in result["cases"]] == ["tiny-64"]
-    assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute"}
+    assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute", "tiny-lora-64"}
+    assert "the catalogue lacks this device" in result["skipped"]["tiny-lora-64"]
     assert "broken on purpose" in (tmp_path / "one-gpu.md").read_text()
 
 
