@@ -103,7 +103,7 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
     chosen = LoraConfig(
         task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
     )
-    return get_peft_model(model, chosen)  # type: ignore[arg-type]
+    return get_peft_model(model, chosen)
 
 
 def settings(case: Case) -> dict[str, Any]:
