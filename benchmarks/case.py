@@ -70,6 +70,11 @@ class Case:
     micro_batch_size: int = 4
     compile: bool = False
     recompute: Literal["none", "full"] = "none"
+    lora_rank: int | None = None
+    """Rank of adapters of all projections; None: every weight is trained."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    has_offloaded_moments: bool = False
+    """True if the optimizer's moments are in host memory."""
     device: Literal["cpu", "cuda"] = "cpu"
     random_weights: bool = False
     optimisation: Optimisation = field(default_factory=Optimisation)

@@ -324,7 +324,7 @@ def measure(comparison: Comparison, folder: str, arguments: argparse.Namespace) 
             for contender, ranks in running:
                 rows[contender]["blocks"].append(ranks.run_block(arguments.steps))
         tensors = {
-            contender: ranks.run_block(1, memory=True)
+            contender: ranks.run_block(1, "memory")
             for contender, ranks in running
             if contender == "shardwright"
         }

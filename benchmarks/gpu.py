@@ -1,4 +1,4 @@
-"""The GPU tests, then full fine-tuning steps on one GPU compared with HF Trainer.
+"""The GPU tests, then fine-tuning steps on one GPU compared with HF Trainer.
 
     python -m benchmarks.gpu                        tests and every case, 2 to 6 minutes each
     python -m benchmarks.gpu --list                 names of the cases
@@ -32,8 +32,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.conditions import read_conditions
-from benchmarks.gpu_case import VARIANTS, GpuCase
-from benchmarks.gpu_figures import print_case, summarise
+from benchmarks.gpu_case import CaseDoesNotFitError, GpuCase
+from benchmarks.gpu_figures import check_first_losses, print_case, summarise
 from benchmarks.launch import Ranks, RanksFailed
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.table import write_page
@@ -41,25 +41,17 @@ from benchmarks.table import write_page
 if TYPE_CHECKING:
     from shardwright.hardware import Cluster
 
-SCHEMA_VERSION = 1
-FIRST_LOSS_TOLERANCE = 0.02
-"""Relative tolerance. Each contender draws its own weights from the same distribution, so first
-losses are close, not equal.
-"""
+SCHEMA_VERSION = 2
+COUNTED_STEPS = 4
+"""Steps after the timed ones in which waits of the host are counted."""
+_OURS = ("pydantic", "yaml", "numpy", "safetensors", "psutil", "rich", "tokenizers")
 NEEDS = {
-    "shardwright": (
-        "pydantic",
-        "yaml",
-        "numpy",
-        "safetensors",
-        "psutil",
-        "rich",
-        "tokenizers",
-    ),
-    "trainer": ("transformers", "accelerate"),
-    "trainer-liger": ("transformers", "accelerate", "liger_kernel"),
+    "shardwright": _OURS,
+    "trainer": (*_OURS, "transformers", "accelerate"),
+    "trainer-liger": (*_OURS, "transformers", "accelerate", "liger_kernel"),
 }
-TESTS_NEED = ("pytest", "hypothesis", "transformers", *NEEDS["shardwright"])
+"""Packages of each contender. Ours read the model of a case."""
+TESTS_NEED = ("pytest", "hypothesis", "transformers", *_OURS)
 
 
 def main() -> int:
@@ -72,7 +64,7 @@ def main() -> int:
         GpuCase(name, shape, length, variant)
         for name, shape in shapes.items()
         for length in shape.micro_batch_sizes
-        for variant in VARIANTS
+        for variant in shape.variants
     ]
     if arguments.list:
         print("\n".join(case.name for case in cases))
@@ -250,19 +242,24 @@ def measure_cases(
         "cases": [],
     }
     failed = False
-    cluster = (
-        find_cluster(result["device"]["name"], contenders) if arguments.device == "cuda" else None
-    )
+    cluster = find_cluster(result["device"]["name"], contenders)
     for number, case in enumerate(cases):
         try:
+            if case.shape.settings:
+                from benchmarks.gpu_fit import fit_case
+
+                case = fit_case(case, cluster, arguments.device, arguments.precision)
             ceiling = (
                 measure_ceiling(arguments.device, arguments.precision)
                 if number
                 else result["device"]
             )
+            selected = select_contenders(case, contenders, skipped)
             measured = measure(
-                case, contenders, arguments, ceiling["matmul_flops_per_second"], cluster
+                case, selected, arguments, ceiling["matmul_flops_per_second"], cluster
             )
+        except CaseDoesNotFitError as error:
+            skipped[case.name] = str(error)
         except Exception as error:  # a failing case must not end the others
             traceback.print_exc()
             skipped[case.name] = f"failed: {type(error).__name__}: {error}"
@@ -281,6 +278,15 @@ def measure_cases(
         write_page(result, arguments.out / "one-gpu.md")
     print(arguments.out / "one-gpu.md")
     return failed
+
+
+def select_contenders(case: GpuCase, contenders: list[str], skipped: dict[str, str]) -> list[str]:
+    """Return the contenders that can run a case; the others of adapters need peft."""
+    reason = name_missing(("peft",)) if case.shape.lora_rank is not None else ""
+    if reason:
+        skipped["other contenders with LoRA"] = reason
+    has_peers = case.shape.has_peers and not reason
+    return [name for name in contenders if has_peers or name == "shardwright"]
 
 
 def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:
@@ -310,7 +316,7 @@ def measure(
     visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.shape.config))
+        (Path(folder) / "config.json").write_text(json.dumps(case.config))
         flops_per_token = case.count_flops_per_token()
         for _ in range(arguments.rounds):
             for contender in contenders:
@@ -340,19 +346,13 @@ def measure(
             rows[contender] = {"failed": failures[contender]}
         else:
             rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
-    check_first_losses(case, rows)
+    check_first_losses(case.name, rows)
     if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
         from benchmarks.predicted import predict_row
 
         ours = case.build_case("shardwright", "", arguments.device, arguments.precision)
-        rows["shardwright"]["predicted"] = predict_row(ours, cluster, case.shape.config)
-    return {
-        "name": case.name,
-        "shape": case.shape_name,
-        "sequence_length": case.sequence_length,
-        "micro_batch_size": case.micro_batch_size,
-        "compile": VARIANTS[case.variant][0],
-        "recompute": VARIANTS[case.variant][1],
+        rows["shardwright"]["predicted"] = predict_row(ours, cluster, case.config)
+    return case.describe() | {
         "rounds": arguments.rounds,
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup,
@@ -368,21 +368,13 @@ def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
         ranks.wait_ready()
         (warm,) = ranks.run_block(arguments.warmup)
         (timed,) = ranks.run_block(arguments.steps)
-    return timed | {"losses": warm["losses"] + timed["losses"], "warmup_seconds": warm["seconds"]}
-
-
-def check_first_losses(case: GpuCase, rows: dict[str, dict[str, Any]]) -> None:
-    """Turn rows with a different first loss into failures: they do not do the same work."""
-    first = {name: row["first_loss"] for name, row in rows.items() if "first_loss" in row}
-    if not first:
-        return
-    middle = median(first.values())
-    for name, loss in first.items():
-        if not abs(loss - middle) <= FIRST_LOSS_TOLERANCE * middle:
-            rows[name] = {
-                "failed": f"failed: its first loss is {loss:.4f}, the others' {middle:.4f}"
-            }
-            print(f"{case.name}: {name} {rows[name]['failed']}", file=sys.stderr, flush=True)
+        (counted,) = ranks.run_block(COUNTED_STEPS, "waits")
+    num_waits = counted["num_waits"]
+    return timed | {
+        "losses": warm["losses"] + timed["losses"],
+        "warmup_seconds": warm["seconds"],
+        "host_waits": None if num_waits is None else num_waits / COUNTED_STEPS,
+    }
 
 
 def measure_ceiling(device: str, precision: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ the kernels' log line and the distance between the gradients of both.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.attention_log import record_attention
 from benchmarks.gpu_profile import wait
 from shardwright.architecture import read_config
 from shardwright.config.model import AttentionSetting
@@ -128,15 +128,9 @@ def measure(
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Return seconds and peak bytes of a forward and backward pass, and the gradients."""
     run, decoder = _build_pass(device, precision, config, attention, has_documents)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardwright")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    for _ in range(_WARMUP_STEPS):
-        run()
-    logger.removeHandler(handler)
+    with record_attention() as kernels:
+        for _ in range(_WARMUP_STEPS):
+            run()
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -147,7 +141,7 @@ def measure(
     measured = {
         "seconds": (time.perf_counter() - start_seconds) / _NUM_STEPS,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "kernels": [line for line in lines if line.startswith("attention:")],
+        "kernels": kernels,
     }
     return measured, [p.grad.cpu() for p in decoder.parameters() if p.grad is not None]
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from statistics import median
 from typing import Any
+
+FIRST_LOSS_TOLERANCE = 0.02
+"""Relative tolerance. Each contender draws its own weights from the same distribution, so first
+losses are close, not equal.
+"""
 
 
 def summarise(
@@ -27,10 +34,26 @@ def summarise(
         or None,
         "peak_rss_bytes": max(reply["peak_rss_bytes"] for reply in replies),
         "graph_breaks": max(reply.get("graph_breaks", 0) for reply in replies),
+        "attention": replies[-1]["attention"],
+        "host_waits": replies[-1]["host_waits"],
         "warmup_seconds": replies[0]["warmup_seconds"],
         "first_loss": replies[0]["losses"][0],
         "last_loss": replies[0]["losses"][-1],
     }
+
+
+def check_first_losses(case_name: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Turn rows with a different first loss into failures: they do not do the same work."""
+    first = {name: row["first_loss"] for name, row in rows.items() if "first_loss" in row}
+    if not first:
+        return
+    middle = median(first.values())
+    for name, loss in first.items():
+        if not abs(loss - middle) <= FIRST_LOSS_TOLERANCE * middle:
+            rows[name] = {
+                "failed": f"failed: its first loss is {loss:.4f}, the others' {middle:.4f}"
+            }
+            print(f"{case_name}: {name} {rows[name]['failed']}", file=sys.stderr, flush=True)
 
 
 def print_case(measured: dict[str, Any]) -> None:
@@ -46,12 +69,25 @@ def print_case(measured: dict[str, Any]) -> None:
         memory = (
             f"{row['peak_allocated_bytes'] / 2**30:7.1f} GiB" if row["peak_allocated_bytes"] else ""
         )
+        waits = describe_host_waits(row)
         print(
             f"  {name:15}{row['tokens_per_second']:9.0f} tok/s  MFU {row['mfu']:6.1%} {memory}  "
-            f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}",
+            f"loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}  "
+            f"attention {name_attention_kernels(row)}  {waits and f'host waits {waits}'}",
             flush=True,
         )
         if "predicted" in row:
             from benchmarks.predicted import describe_prediction
 
             print(describe_prediction(row), flush=True)
+
+
+def name_attention_kernels(row: dict[str, Any]) -> str:
+    """Name the kernels of attention that a row's contender took, without the reasons."""
+    lines = [re.sub(r" \([^()]*\)", "", line) for line in row["attention"]]
+    return ", ".join(dict.fromkeys(kernel for line in lines for kernel in line.split("; ")))
+
+
+def describe_host_waits(row: dict[str, Any]) -> str:
+    """Return the waits of the host per step; "" where there is no CUDA device to wait for."""
+    return "" if row["host_waits"] is None else f"{row['host_waits']:g}"

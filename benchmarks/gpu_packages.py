@@ -25,9 +25,9 @@ MAX_BYTES = 64 * 2**20
 PACKAGES = (
     "accelerate", "annotated-doc", "annotated-types", "anyio", "click", "filelock", "fsspec",
     "h11", "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "hypothesis", "idna", "iniconfig",
-    "jinja2", "markdown-it-py", "markupsafe", "mdurl", "numpy", "packaging", "pluggy", "psutil",
-    "pydantic", "pydantic-core", "pygments", "pytest", "pytest-timeout", "pyyaml", "regex",
-    "rich", "safetensors", "shellingham", "sortedcontainers", "tokenizers", "tqdm",
+    "jinja2", "markdown-it-py", "markupsafe", "mdurl", "numpy", "packaging", "peft", "pluggy",
+    "psutil", "pydantic", "pydantic-core", "pygments", "pytest", "pytest-timeout", "pyyaml",
+    "regex", "rich", "safetensors", "shellingham", "sortedcontainers", "tokenizers", "tqdm",
     "transformers", "truststore", "typer", "typing-extensions", "typing-inspection",
 )  # fmt: skip
 """All that `make gpu` imports except torch and its own requirements. pyarrow is too large, and only

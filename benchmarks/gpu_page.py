@@ -153,7 +153,7 @@ def _collect_cases(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     results = [
         step["result"]
         for step in steps
-        if step["name"].startswith("speed") and step.get("result", {}).get("cases")
+        if step["name"].startswith("speed") and "cases" in step.get("result", {})
     ]
     if not results:
         return None
@@ -192,7 +192,7 @@ def _summarise(step: dict[str, Any]) -> str:
             else f"{name} {row['failed']}"
             for case in result["cases"]
             for name, row in case["contenders"].items()
-        )
+        ) or "; ".join(f"{name}: {why}" for name, why in result["skipped"].items())
     elif "precisions" in result:
         text = "; ".join(
             f"{name}: worst gradient {each['worst_gradient_error']:.1e} off"

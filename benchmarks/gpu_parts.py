@@ -1,7 +1,7 @@
 """`make gpu`: what one GPU can show, in parts of less than nine minutes, most informative first.
 
     make gpu                                            every part, one after another
-    make gpu PART=3/7                                   one part
+    make gpu PART=3/10                                  one part
     make gpu ARGS="--device cpu --shapes tiny"          a rehearsal without a GPU
     python -m benchmarks.gpu_parts --list               parts and their steps
 
@@ -36,8 +36,7 @@ from benchmarks.shapes import SHAPES, TINY, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
-NUM_PARTS = 7
-_LAST_SPEED_PART = 6
+NUM_PARTS = 10
 PART_SECONDS = 520.0
 """Time limit of a part: nine minutes less the start of a machine."""
 _MODULE = (sys.executable, "-m")
@@ -135,7 +134,7 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
 
 
 def _list_speeds(arguments: argparse.Namespace, shapes: dict[str, Shape]) -> list[Step]:
-    """List the cases in parts 3 to 6, the smallest model and its plain variant first."""
+    """List the cases, the smallest model and its plain variant first."""
     visits: tuple[str, ...] = ("--steps", "8", "--warmup", "3", "--time-limit", "150")
     if arguments.quick:
         visits = ("--steps", "2", "--warmup", "1", "--contender", "shardwright")
@@ -145,13 +144,13 @@ def _list_speeds(arguments: argparse.Namespace, shapes: dict[str, Shape]) -> lis
     steps = []
     for place, (name, shape) in enumerate(shapes.items()):
         for number, length in enumerate(shape.micro_batch_sizes):
-            for variant in ("", "-compile", "-recompute", "-compile-recompute"):
+            for variant in shape.variants:
                 is_first = place == number == 0 and variant in ("", "-compile")
                 case = f"{name}-{length}{variant}"
                 steps.append(
                     Step(
                         f"speed {case}",
-                        3 if is_first else min(4 + place, _LAST_SPEED_PART),
+                        3 if is_first else shape.part,
                         300,
                         (*command, "--case", case, "--out", "{out}"),
                         "one-gpu.json",

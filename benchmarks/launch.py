@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from benchmarks.case import Case
 
@@ -91,15 +91,18 @@ class Ranks:
         """Wait for every rank's start-up reply: the model is built and wrapped, not trained."""
         return self._collect()
 
-    def run_block(self, steps: int, *, memory: bool = False) -> list[dict[str, Any]]:
+    def run_block(
+        self, steps: int, option: Literal["", "memory", "waits"] = ""
+    ) -> list[dict[str, Any]]:
         """Run `steps` optimizer steps; return one reply per rank (seconds, losses, memory).
 
         Args:
-            memory: add `peak_tensor_bytes` to the replies, which needs a contender that counts its
-            resident bytes; the steps take longer.
+            option: `memory` adds `peak_tensor_bytes` to the replies, which needs a contender that
+                counts its resident bytes; `waits` adds `num_waits`, the waits of the host for a
+                CUDA device. The steps take longer.
         """
         for process in self._processes:
-            self._send(process, f"{steps} memory" if memory else str(steps))
+            self._send(process, f"{steps} {option}")
         return self._collect()
 
     def _start(self, rank: int, port: int) -> None:

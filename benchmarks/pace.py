@@ -14,18 +14,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
 from benchmarks.allocated import AllocationCounter
+
+if TYPE_CHECKING:
+    from benchmarks.host_waits import HostWaitCounter
 
 
 class Pace:
     """Timer of blocks of optimizer steps.
 
     Args:
-        commands: one line per block: the number of steps, optionally with `memory`, or `stop`.
+        commands: one line per block: the number of steps, optionally with `memory` or `waits`,
+            or `stop`.
         replies: one JSON line per block.
         barrier: returns when all ranks have called it and the device is idle.
         device: `cpu` or `cuda`; decides which memory is measured.
@@ -42,6 +46,9 @@ class Pace:
         self._losses: list[float | torch.Tensor] = []
         self._start_seconds = self._cpu_start_seconds = 0.0
         self._allocation_counter: AllocationCounter | None = None
+        self._wait_counter: HostWaitCounter | None = None
+        self.attention: list[str] = []
+        """Attention kernels that the contender has taken so far, each perhaps with its reason."""
         self.details: dict[str, Any] = {}
         self.count_resident_bytes: Callable[[], int] | None = None
         """Function that counts tensor bytes between steps. Blocks with `memory` need it."""
@@ -63,6 +70,7 @@ class Pace:
         self._remaining -= 1
         if self._remaining > 0:
             return True
+        num_waits = None if self._wait_counter is None else self._wait_counter.end()
         self._barrier()
         seconds = time.perf_counter() - self._start_seconds
         cpu_seconds = time.process_time() - self._cpu_start_seconds
@@ -72,6 +80,8 @@ class Pace:
             "cpu_seconds": cpu_seconds,
             "losses": losses,
             "graph_breaks": count_graph_breaks(),
+            "attention": self.attention,
+            "num_waits": num_waits,
         } | self._read_memory()
         if self._allocation_counter is not None:
             assert self.count_resident_bytes is not None
@@ -93,6 +103,11 @@ class Pace:
         self._reset_memory()
         if option == "memory":
             self._allocation_counter = AllocationCounter()
+        self._wait_counter = None
+        if option == "waits" and self._device == "cuda":
+            from benchmarks.host_waits import HostWaitCounter  # its imports take memory
+
+            self._wait_counter = HostWaitCounter()
         self._start_seconds = time.perf_counter()
         self._cpu_start_seconds = time.process_time()
         return True

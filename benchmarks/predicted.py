@@ -7,21 +7,22 @@ attention and messages.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.case import Case
+from benchmarks.case import Case, read_model_config
 from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, predict
+from shardwright.planner.problem import describe_adapters
 from shardwright.planner.rates.calibration import load_efficiencies
 
 if TYPE_CHECKING:
@@ -89,8 +90,14 @@ def find_catalogue_cluster(device_name: str) -> Cluster | None:
         return None
 
 
-def build_candidate(case: Case) -> Candidate:
-    """Convert a case to a candidate of the planner."""
+def read_shape(config: dict[str, Any], lora_rank: int | None) -> ModelShape:
+    """Read a model from its config.json, with adapters of all projections if a rank is given."""
+    section = None if lora_rank is None else AdapterSection(rank=lora_rank)
+    return add_adapters(read_config(config), section)
+
+
+def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
+    """Convert a case to a candidate of the planner; `shape` has the adapters, if any."""
     sharded = case.zero_stage > 0
     layout = Layout(
         dp_shard=case.world_size if sharded else 1,
@@ -103,7 +110,12 @@ def build_candidate(case: Case) -> Candidate:
         micro_batch_size=case.micro_batch_size,
         precision=case.precision,
         recompute=case.recompute,
+        optimizer=case.optimizer,
+        adapter=None if shape is None else describe_adapters(shape),
+        offload="optimizer" if case.has_offloaded_moments else "none",
         compile=case.compile,
+        working_weights="auto",
+        has_masked_kernels=case.device == "cuda",
     )
 
 
@@ -133,9 +145,8 @@ def predict_row(
     Args:
         config: config.json of the model; default: that of the case's folder of weights.
     """
-    if config is None:
-        config = json.loads((Path(case.weights_dir) / "config.json").read_text())
-    return predict_step(read_config(config), build_candidate(case), cluster)
+    shape = read_shape(config or read_model_config(case), case.lora_rank)
+    return predict_step(shape.base_shape, build_candidate(case, shape), cluster)
 
 
 def describe_prediction(row: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import TITLES
+from benchmarks.gpu_figures import describe_host_waits, name_attention_kernels
 
 CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.1, "trainer": 1.15}
 """Goal for shardwright's tokens per second over the contender's, at no more memory."""
@@ -37,9 +38,18 @@ step is measured over predicted tokens/s, less one."""
 GPU_PREFACE = """\
 Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights,
 synthetic tokens, {precision} compute with fp32 master weights and moments, fused AdamW, gradients
-clipped to 1. Contenders of a case run in turn, each visit in a new process. MFU is model FLOPs
-(causal attention, no recomputation counted) over the best square matrix product measured right
-before the case. Graph breaks are the places where torch.compile stopped tracing."""
+clipped to 1; an option names another optimizer. LoRA has adapters of all projections, and the base
+is frozen. Where an option names the layers, the model has as many as the planner says fit. Experts
+get the tokens that their random router chooses. Contenders of a case run in turn, each visit in a
+new process. MFU is model FLOPs (causal attention, no recomputation, no gradient of a frozen matrix)
+over the best square matrix product measured right before the case. Attention is the kernel that was
+taken. Graph breaks are the places where torch.compile stopped tracing. Host waits are those of a
+step for the device, counted in steps after the timed ones."""
+
+
+GPU_RATIOS = """\
+Families with windows, soft caps, sinks and experts, each beside Llama 3 8B of the same length. The
+goal for Gemma 2 and gpt-oss is a ratio of at least 0.85."""
 
 
 def main() -> None:
@@ -161,16 +171,14 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
         f"{copy:.2f} TB/s in large copies."
     )
     sections = [
-        f"# Full fine-tuning on one {device['name']}",
+        f"# Fine-tuning on one {device['name']}",
         f"{GPU_PREFACE.format(precision=precision)} {ceilings}",
     ]
     for shape in dict.fromkeys(case["shape"] for case in result["cases"]):
         rows = []
         for case in (case for case in result["cases"] if case["shape"] == shape):
             batch = f"{case['micro_batch_size']} x {case['sequence_length']:,}"
-            options = (
-                ", ".join(option for option in ("compile", "recompute") if case[option]) or "plain"
-            )
+            options = ", ".join(case["options"]) or "plain"
             for name, row in case["contenders"].items():
                 rows.append((batch, options, TITLES[name], *_format_gpu_figures(row)))
         header = (
@@ -181,7 +189,9 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
             "MFU",
             "allocated GiB",
             "reserved GiB",
+            "attention",
             "graph breaks",
+            "host waits",
             "first, last loss",
         )
         sections.append(f"## {shape}\n\n{_render_table(header, rows)}")
@@ -190,12 +200,32 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
         sections.append(
             f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_render_predictions(predicted)}"
         )
+    if ratios := _list_utilisation_ratios(dict(rows), result["cases"]):
+        header = ("run", "MFU", "compared with", "its MFU", "ratio")
+        sections.append(
+            f"## MFU of other families\n\n{GPU_RATIOS}\n\n{_render_table(header, ratios)}"
+        )
     if result["skipped"]:
         sections.append(
             "## Skipped\n\n"
             + "\n".join(f"- {name}: {reason}" for name, reason in result["skipped"].items())
         )
     return sections
+
+
+def _list_utilisation_ratios(
+    rows: dict[str, dict[str, Any]], cases: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """Compare the MFU of our rows with that of the case that each is measured by."""
+    ratios = []
+    for case in cases:
+        name = case["name"]
+        other = case["compared_with"]
+        mfu = rows[name].get("mfu")
+        reference = rows.get(other, {}).get("mfu")
+        if mfu is not None and reference is not None:
+            ratios.append((name, f"{mfu:.1%}", other, f"{reference:.1%}", f"{mfu / reference:.2f}"))
+    return ratios
 
 
 def _render_predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
@@ -246,14 +276,16 @@ def _format_memory(measured: float | None, predicted: float) -> list[str]:
 
 def _format_gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
-        return (row["failed"], "", "", "", "", "")
+        return (row["failed"], "", "", "", "", "", "", "")
     peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
     gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
     return (
         _format_rate(row),
         f"{row['mfu']:.1%}",
         *gib,
-        str(row.get("graph_breaks", "")),
+        name_attention_kernels(row),
+        str(row["graph_breaks"]),
+        describe_host_waits(row),
         f"{row['first_loss']:.3f}, {row['last_loss']:.3f}",
     )
 
@@ -263,7 +295,7 @@ def _format_rate(row: dict[str, Any]) -> str:
         row[key]
         for key in ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
     )
-    return f"{median:,.0f} ({lowest:,.0f} to {highest:,.0f})"
+    return f"{median:,.0f}" + (f" ({lowest:,.0f} to {highest:,.0f})" if lowest < highest else "")
 
 
 def render_conditions(result: dict[str, Any]) -> str:

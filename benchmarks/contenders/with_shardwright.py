@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.allocated import count_resident_bytes
+from benchmarks.attention_log import record_attention
 from benchmarks.case import NUM_SAMPLES, Case, make_tokens, shift_labels
 from benchmarks.pace import Pace
 from shardwright.architecture import read_config
+from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.dataset import Sample
@@ -117,6 +119,7 @@ def run(case: Case, pace: Pace) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         _open_event_logger(Path(folder), ranks, pace) as event_logger,
+        record_attention() as pace.attention,
     ):
         ceiling = measure_ceiling(validated_run, device)
         state = build_state(validated_run, device)
@@ -166,11 +169,13 @@ def build_recipe(case: Case) -> Recipe:
             "max_grad_norm": chosen.max_grad_norm,
         },
         "optimizer": {
-            "name": "adamw",
+            "name": case.optimizer,
             "beta1": chosen.beta1,
             "beta2": chosen.beta2,
             "eps": chosen.eps,
         },
+        "adapters": None if case.lora_rank is None else {"rank": case.lora_rank},
+        "offload": {"optimizer": "host" if case.has_offloaded_moments else "none"},
         "precision": case.precision,
         "recompute": case.recompute,
         "layout": {"zero_stage": case.zero_stage},
@@ -182,7 +187,7 @@ def build_recipe(case: Case) -> Recipe:
 def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
     """Build a validated run with synthetic tokens in place of the recipe's sources."""
     assert recipe.model.path is not None
-    shape = read_config(recipe.model.path)
+    shape = add_adapters(read_config(recipe.model.path), recipe.adapters)
     dataset = SyntheticDataset(shape.vocab_size, recipe.training.sequence_length)
     # There is no tokenised text.
     data = PreparedData(dataset, None, None, None, "synthetic")  # type: ignore[arg-type]

@@ -39,16 +39,18 @@ def run(case: Case, pace: Pace) -> None:
 
 
 def load_transformers_model(case: Case) -> Any:
-    """Load the case's model in fp32 on the case's device."""
+    """Load the case's model on the case's device: in fp32, or frozen in the case's precision."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    is_bf16 = case.lora_rank is not None and case.precision == "bf16"
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
     if case.random_weights:
         torch.manual_seed(0)
         with torch.device(case.device):
             return AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(case.weights_dir), dtype=torch.float32
+                AutoConfig.from_pretrained(case.weights_dir), dtype=dtype
             )
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=torch.float32)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(case.weights_dir, dtype=dtype)
     return model.to(case.device)
 
 

@@ -1,5 +1,5 @@
 """Hugging Face Trainer (with Accelerate), configured as its documentation says for full
-fine-tuning.
+fine-tuning, and with peft for adapters.
 
 On CPU its FSDP silently runs DDP or nothing (transformers 5.23). Therefore only zero_stage 0 is
 measured there, and the wrapper of the model is checked before anything is timed.
@@ -81,6 +81,9 @@ def run(case: Case, pace: Pace) -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = load_transformers_model(case)
+        pace.attention = [model.config._attn_implementation]
+        if case.lora_rank is not None:
+            model = add_adapters(model, case.lora_rank)
         tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
         callback = _Paced(case, pace)
         trainer = _InOrder(
@@ -91,6 +94,16 @@ def run(case: Case, pace: Pace) -> None:
         )
         callback.trainer = trainer
         trainer.train()
+
+
+def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze the model and add peft's adapters, with the targets and the scale of our default."""
+    from peft import LoraConfig, get_peft_model
+
+    chosen = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
+    )
+    return get_peft_model(model, chosen)
 
 
 def settings(case: Case) -> dict[str, Any]:

@@ -154,19 +154,24 @@ def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> Referen
 
 
 def build_adapter(recipe: Recipe) -> LowRankAdapter | None:
-    """Return the recipe's adapters: their rank, and the roles of matrices with an adapter in
-    any layer. None without adapters."""
+    """Return the recipe's adapters; None without adapters."""
     if recipe.adapters is None:
         return None
-    adapted = add_adapters(read_planning_shape(recipe), recipe.adapters)
-    assert adapted.adapters is not None
+    return describe_adapters(add_adapters(read_planning_shape(recipe), recipe.adapters))
+
+
+def describe_adapters(shape: ModelShape) -> LowRankAdapter | None:
+    """Return the rank of a model's adapters, and the roles of matrices with an adapter in any
+    layer. None without adapters."""
+    if shape.adapters is None:
+        return None
     roles = {
         spec.adapted_matrix.role
-        for spec in adapted.list_parameters()
+        for spec in shape.list_parameters()
         if spec.adapted_matrix is not None
     }
     return LowRankAdapter(
-        adapted.adapters.rank, tuple(sorted(roles)), quantised=adapted.adapters.quantize is not None
+        shape.adapters.rank, tuple(sorted(roles)), quantised=shape.adapters.quantize is not None
     )
 
 

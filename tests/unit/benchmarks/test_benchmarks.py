@@ -7,6 +7,8 @@ import io
 import json
 import subprocess
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from math import exp
@@ -15,14 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import cpu, fit_cpu, gpu, launch, table
+from benchmarks import cpu, fit_cpu, gpu, gpu_fit, launch, table
 from benchmarks.case import LLAMA_29M, Case, make_tokens, select_batch, shift_labels
 from benchmarks.conditions import format_rows
 from benchmarks.contenders import CONTENDERS, TITLES
+from benchmarks.gpu_figures import name_attention_kernels
+from benchmarks.gpu_fit import fit_case, is_fitting
+from benchmarks.host_waits import HostWaitCounter
 from benchmarks.layout_cases import ENTRIES
 from benchmarks.layout_page import render_page
 from benchmarks.pace import Pace, count_graph_breaks, read_peak_rss_bytes
-from benchmarks.predicted import build_cpu_cluster
+from benchmarks.predicted import build_cpu_cluster, find_catalogue_cluster
 from benchmarks.shapes import SHAPES, TINY
 
 from shardwright.architecture import read_config
@@ -135,14 +140,6 @@ def test_names_of_contenders_agree() -> None:
     assert named - {"shardwright"} == table.CPU_GOALS.keys()
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *TINY])
-def test_flops_equal_those_of_the_architecture(name: str) -> None:
-    shape = (SHAPES | TINY)[name]
-    for length in shape.micro_batch_sizes:
-        counted = gpu.GpuCase(name, shape, length, "").count_flops_per_token()
-        assert counted == pytest.approx(read_config(shape.config).count_flops_per_token(length))
-
-
 def test_the_cpu_model_has_the_size_in_its_name() -> None:
     assert read_config(LLAMA_29M).num_parameters == pytest.approx(29.5e6, rel=0.01)
 
@@ -215,12 +212,102 @@ def test_gpu_cases_cover_every_shape_length_and_variant() -> None:
         check=True,
     )
     names = completed.stdout.split()
-    assert len(names) == 3 * 2 * 4
+    assert len(names) == 3 * 2 * 4 + 11
     assert {
         "llama-3.2-1b-4096",
         "llama-3.2-3b-8192-compile",
         "llama-3-8b-12-layers-8192-compile-recompute",
+        "qwen3-30b-a3b-lora-4096-compile",
     } <= set(names)
+
+
+def fit(name: str, device: str) -> gpu.GpuCase:
+    shape = SHAPES[name]
+    case = gpu.GpuCase(name, shape, max(shape.micro_batch_sizes), "-compile")
+    return fit_case(case, find_catalogue_cluster(device), "cuda", "bf16")
+
+
+def test_cases_take_the_first_settings_that_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torchao"}
+    monkeypatch.setattr(
+        gpu_fit.importlib.util, "find_spec", lambda name: object() if name in installed else None
+    )
+    for name, shape in SHAPES.items():
+        if shape.has_fitted_layers:
+            small = fit(name, "H100")
+            large = fit(name, "H200")
+            assert small.num_layers < large.num_layers or (
+                large.num_layers == shape.config["num_hidden_layers"]
+            )
+            more = replace(small, num_layers=small.num_layers + 2)
+            cluster = find_catalogue_cluster("H100")
+            assert is_fitting(small, cluster, "cuda", "bf16")
+            assert not is_fitting(more, cluster, "cuda", "bf16")
+    assert fit("llama-3-8b-lora", "H100").list_options()[1:] == ["LoRA of rank 16"]
+    assert fit("llama-3-8b", "H200").list_options()[1:] == ["recompute", "8-bit AdamW"]
+    assert fit("llama-3-8b", "H100").list_options()[1:] == ["recompute", "moments in host memory"]
+    installed.clear()
+    assert "moments in host memory" in fit("llama-3-8b", "H200").list_options()
+    with pytest.raises(gpu.CaseDoesNotFitError, match="8-bit AdamW: not installed: torchao"):
+        fit("llama-3-8b", "L4")
+
+
+def test_a_family_is_compared_with_llama_of_its_length() -> None:
+    names = ("llama-3-8b-12-layers", "gemma-2-9b")
+    conditions = make_cpu_result(speed=1.0, memory=1.0)["conditions"]
+    rates = {f"tokens_per_second{suffix}": 1.0 for suffix in ("", "_lowest", "_highest")}
+    row = rates | {
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+        "attention": ["flex (x)"],
+        "graph_breaks": 0,
+        "host_waits": 1.0,
+        "first_loss": 9.0,
+        "last_loss": 8.0,
+    }
+    cases = [
+        gpu.GpuCase(name, SHAPES[name], length, "-compile").describe()
+        | {"contenders": {"shardwright": row | {"mfu": length * share}}}
+        for name, share in zip(names, (1e-4, 0.9e-4), strict=True)
+        for length in (4096, 8192)
+    ]
+    device = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
+    page = table.render(
+        {"conditions": conditions, "precision": "bf16", "device": device, "skipped": {}}
+        | {"cases": cases}
+    )
+    for length, own, other in ((4096, "36.9%", "41.0%"), (8192, "73.7%", "81.9%")):
+        expected = f"| gemma-2-9b-{length}-compile | {own} | {names[0]}-{length}-compile | {other} "
+        assert f"{expected}| 0.90 |" in page
+    assert "| 2 x 4,096 | compile, 42 of 42 layers | shardwright | 1 |" in page
+
+
+def test_attention_kernels_are_named_without_their_reasons() -> None:
+    lines = ["flex (a window of 8 tokens; sinks / a soft cap); sdpa (causal order)", "sdpa (x)"]
+    assert name_attention_kernels({"attention": lines}) == "flex, sdpa"
+
+
+def test_waits_of_the_host_are_counted_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def wait(text: str = "called a synchronizing CUDA operation (Triggered internally)") -> None:
+        for _ in range(2):  # the same warning of the same line
+            warnings.warn(text, UserWarning, stacklevel=1)
+
+    counter = HostWaitCounter()
+    wait()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="another"):
+        wait("another warning")
+    assert counter.end() == 5
+    assert modes == ["warn", "default"]
+    torch.cuda.synchronize()
+    assert counter.end() == 5
 
 
 def test_a_contender_is_skipped_with_the_name_of_its_missing_package(
@@ -240,13 +327,7 @@ def test_a_failing_case_does_not_stop_the_others(
     def measure(case: gpu.GpuCase, *_: Any) -> dict[str, Any]:
         if case.variant:
             raise RuntimeError("broken on purpose")
-        keys = ("sequence_length", "micro_batch_size", "compile", "recompute")
-        return {
-            "name": case.name,
-            "shape": "tiny",
-            "matmul_flops_per_second": 1.0,
-            "contenders": {},
-        } | dict.fromkeys(keys, 0)
+        return case.describe() | {"matmul_flops_per_second": 1.0, "contenders": {}}
 
     ceiling = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
     monkeypatch.setattr(gpu, "measure", measure)
@@ -254,12 +335,14 @@ def test_a_failing_case_does_not_stop_the_others(
     cases = [
         gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")
     ]
+    cases.append(gpu.GpuCase("tiny-lora", TINY["tiny-lora"], 64, ""))
     assert gpu.measure_cases(
         cases, [], {}, argparse.Namespace(device="cpu", precision="fp32", out=tmp_path)
     )
     result = json.loads((tmp_path / "one-gpu.json").read_text())
     assert [case["name"] for case in result["cases"]] == ["tiny-64"]
-    assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute"}
+    assert result["skipped"].keys() == {"tiny-64-compile", "tiny-64-recompute", "tiny-lora-64"}
+    assert "the catalogue lacks this device" in result["skipped"]["tiny-lora-64"]
     assert "broken on purpose" in (tmp_path / "one-gpu.md").read_text()
 
 

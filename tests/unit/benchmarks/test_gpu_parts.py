@@ -102,7 +102,7 @@ def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
     steps = [make_step("one", ""), make_step("two", ""), make_step("three", "")]
     results = run_steps(tmp_path / "late", steps, seconds=0.0)
     assert {step["status"] for step in results.values()} == {"no time left"}
-    assert "make gpu PART=1/7 ARGS=--missing" in results["one"]["message"]
+    assert "make gpu PART=1/10 ARGS=--missing" in results["one"]["message"]
 
     out = tmp_path / "interrupted"
     run = gpu_parts._run_process
@@ -134,7 +134,7 @@ def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> N
         "speed llama-3.2-1b-4096-compile",
         "profile llama-3.2-1b-4096",
     ]
-    assert names[-1] == "low precision"
+    assert names[-1] == "speed qwen3-30b-a3b-lora-4096-compile"
     tested = {word for step in steps for word in step.command if word.startswith("tests/gpu/")}
     assert tested == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
     folders = [gpu_parts.get_folder(Path(), step) for step in steps]
@@ -143,11 +143,11 @@ def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> N
     assert len(one) == 3
 
 
-@pytest.mark.parametrize("part", ["0/7", "8/7", "3/5", "x"])
+@pytest.mark.parametrize("part", ["0/10", "11/10", "3/5", "x"])
 def test_parts_that_do_not_exist_are_refused(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu_parts.parse_arguments(["--part", part])
-    assert "is not a part; write 1/7 and so on" in capsys.readouterr().err
+    assert "is not a part; write 1/10 and so on" in capsys.readouterr().err
 
 
 def test_failed_tests_are_named_with_their_reason() -> None:
@@ -310,6 +310,7 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     assert count_tests(results["tests of numbers"]["junit"])[:2] == (1, 0)
     (case,) = results["speed tiny-64"]["cases"]
     assert case["contenders"]["shardwright"]["tokens_per_second"] > 0
+    assert case["contenders"]["shardwright"]["attention"] == ["sdpa (causal order)"]
     assert results["profile tiny-64"]["kernels"][0]["seconds"] > 0
     (variant,) = results["step cost tiny-64"]["variants"]
     assert variant["tokens_per_second"] > 0

@@ -54,7 +54,9 @@ def test_every_case_runs_to_the_end(tmp_path: Path) -> None:
         "tiny-64-compile",
         "tiny-64-recompute",
         "tiny-64-compile-recompute",
+        "tiny-lora-64",
     }
+    assert cases["tiny-lora-64"]["options"] == ["recompute", "LoRA of rank 4", "2 of 2 layers"]
     for case in cases.values():
         for row in case["contenders"].values():
             check_figures(case, row)
