@@ -1,3 +1,3 @@
-"""Measurements of shardwright beside what people use today; every number is made by a command named
+"""Measurements of shardwright and of what people use today; every number is made by a command named
 in the README.
 """

@@ -29,7 +29,7 @@ both definitions agree; otherwise tokens of micro-batches with few of them weigh
 although the class of transformers takes the count. With the flag set back to true by hand the audit
 names the mean over ranks, as `average_tokens_across_devices=False` asks
 (axolotl/core/builders/base.py:678). `router-transformers`: the factor of the router's auxiliary
-loss depends on the numbers of ranks and of micro-batches, beside `router_aux_loss_coef`. The factor
+loss depends on the numbers of ranks and of micro-batches, and on `router_aux_loss_coef`. The factor
 of the ranks is reported (https://github.com/huggingface/transformers/issues/48690). Expected is the
 mean over the micro-batches of each one's auxiliary loss times `router_aux_loss_coef`, as in one
 process with accumulation and as TRL computes it (`router-trl`). The loss of a micro-batch is not

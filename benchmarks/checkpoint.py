@@ -136,7 +136,7 @@ class BackgroundContenders:
         self.checkpointer.wait()
         return {"stall": stall, "total": time.perf_counter() - start_seconds}
 
-    def save_beside_a_step(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
+    def save_during_a_step(self, folder: Path, tensors: dict[str, DTensor]) -> Times:
         """Save with BackgroundSaver where the next gradients are computed before the update, as in
         training.
         """
@@ -194,7 +194,7 @@ def measure_saves(root: str, num_tensors: int, rounds: int) -> dict[str, list[Ti
         "hashed": write_hashed,
         "ours": save_with_shardwright,
         "ours in the background": background.save,
-        "ours beside a step": background.save_beside_a_step,
+        "ours during a step": background.save_during_a_step,
         "dcp": save_with_dcp,
         "dcp async": background.save_with_dcp,
         "torch.save": save_with_torch,

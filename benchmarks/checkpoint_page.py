@@ -74,7 +74,7 @@ def render_page(result: dict[str, Any]) -> str:
     plain_write = min(
         statistics.median(times["total"] for times in result["saves"][name]) for name in PLAIN
     )
-    slowed = statistics.median(times["slowed"] for times in result["saves"]["ours beside a step"])
+    slowed = statistics.median(times["slowed"] for times in result["saves"]["ours during a step"])
     return "\n".join(
         [
             "# Checkpoints: speed",
@@ -93,7 +93,7 @@ def render_page(result: dict[str, Any]) -> str:
             "cache` writes past it; `hashed` is `plain` with a SHA-256 on a second thread,",
             "as in our saves.",
             "`ours in the background` is a save where the update follows at once and waits for the",
-            "whole copy. In `ours beside a step`, the update follows after",
+            "whole copy. In `ours during a step`, the update follows after",
             f"{STEP_SECONDS} s of matrix products, as it does after gradients. The products ran",
             f"{slowed:.0%} slower, because copying, hashing and writing use the same cores here.",
             "",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 64 * 2**20
-"""Most that some machines accept beside the sources."""
+"""Most that some machines accept besides the sources."""
 PACKAGES = (
     "accelerate", "annotated-doc", "annotated-types", "anyio", "click", "filelock", "fsspec",
     "h11", "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "hypothesis", "idna", "iniconfig",

@@ -31,7 +31,7 @@ The tile of a row that ranks share is on the kernel that plain attention takes (
 off flash attention. Weights cast once per step (`precision.working_weights`) are those of forward
 and backward passes of four micro-batches; off casts them at every use. Norms, gate, rotation and
 residual sum are those of `model.fused_pointwise: compiled` and `none`, forward and backward. The
-loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is beside one chunk."""
+loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is next to one chunk."""
 
 LOW_PRECISION = """\
 Distance: norm of the difference between a kernel's result and its emulation on the same device,

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_profile cuda bf16 CONFIG.json SEQUENCE_LENGTH MICRO_BATCH RESULT.json
 
 Writes the kernels with the most time, their share of the step, the share of the step in which the
-device ran none, and a trace for chrome://tracing beside RESULT.
+device ran none, and a trace for chrome://tracing next to RESULT.
 """
 
 from __future__ import annotations

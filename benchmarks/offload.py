@@ -1,4 +1,4 @@
-"""Offloaded optimizer states beside DeepSpeed's ZeRO-Offload and NVMe offload, on a CPU.
+"""Offloaded optimizer states against DeepSpeed's ZeRO-Offload and NVMe offload, on a CPU.
 
     python -m benchmarks.offload --folder /scratch --out docs/benchmarks/offload-cpu.json
 

@@ -1,8 +1,8 @@
-"""Offloading's transfers beside fio's of the same bytes, and the CPU's update beside its memory.
+"""Offloading's transfers against fio's of the same bytes, and the CPU's update against its memory.
 
     python -m benchmarks.offload_disk --folder /scratch --out docs/benchmarks/offload-disk.json
 
-Nothing computes beside the transfers. fio and the stores take turns, round after round. The store
+Nothing computes during the transfers. fio and the stores take turns, round after round. The store
 of moments swaps buckets in and out as an update does; the store of weights reads or writes blocks.
 """
 

@@ -37,7 +37,7 @@ _STEP_FIELDS = (
 
 
 def main() -> None:
-    """Train within the limit, and write what each step took beside the prediction."""
+    """Train within the limit, and write what each step took next to the prediction."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.offload_run", description=__doc__.split("\n\n")[0]
     )

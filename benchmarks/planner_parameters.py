@@ -169,7 +169,7 @@ OTHERS = (
     # Asynchronous tensor parallelism, and scaling by row, which costs more than by tensor.
     Parameter("features", "async_tp", "tensor_overlap", 0.01, 0.99),
     Parameter("features", "rowwise", "matmul_share_by_precision", 0.1, 0.98, "fp8"),
-    # Attention kernels that aleph-layouts compares, and a fused norm beside them.
+    # Attention kernels that aleph-layouts compares, and a fused norm with them.
     *(
         Parameter("features", kernel, field, low, high)
         for kernel in (
@@ -197,7 +197,7 @@ OTHERS = (
     # aleph's tensor parallelism sums twice per block without overlap.
     Parameter("frameworks", "aleph", "intra_share", 0.1, 0.92),
     Parameter("frameworks", "aleph", "collective_seconds", 5e-6, 1e-3),
-    # nanotron's cluster: rings over EFA, alone and beside a pipeline, the wait of a pipeline's
+    # nanotron's cluster: rings over EFA, alone and next to a pipeline, the wait of a pipeline's
     # micro-batch on 512 GPUs, and the wait for an allocator near the end of the device's memory.
     Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
     Parameter("frameworks", "nanotron", "limit_seconds", 0.0, 5.0),

@@ -1,4 +1,4 @@
-"""Chosen results beside selective recomputation at equal memory, on a CPU.
+"""Chosen results against selective recomputation at equal memory, on a CPU.
 
     python -m benchmarks.recompute --out docs/benchmarks/recompute-cpu.json
 
@@ -173,7 +173,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def measure_peak(decoder: Decoder, ids_BT: Tensor) -> int:
-    """Return the peak of the bytes that a step allocates beside weights: activations, gradients
+    """Return the peak of the bytes that a step allocates besides weights: activations, gradients
     and temporaries."""
     decoder.zero_grad(set_to_none=True)
     gc.collect()

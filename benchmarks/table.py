@@ -1,7 +1,7 @@
 """Write the tables of the benchmarks' JSON as Markdown: `python -m benchmarks.table RESULT.json
 docs/benchmarks/RESULT.md`.
 
-Only the notes are written by hand: RESULT.notes.md beside the page is copied in below the numbers
+Only the notes are written by hand: RESULT.notes.md next to the page is copied in below the numbers
 and explains them.
 """
 
@@ -48,7 +48,7 @@ step for the device, counted in steps after the timed ones."""
 
 
 GPU_RATIOS = """\
-Families with windows, soft caps, sinks and experts, each beside Llama 3 8B of the same length. The
+Families with windows, soft caps, sinks and experts, each next to Llama 3 8B of the same length. The
 goal for Gemma 2 and gpt-oss is a ratio of at least 0.85."""
 
 
@@ -61,14 +61,14 @@ def main() -> None:
     parser.add_argument(
         "page",
         type=Path,
-        help="Markdown file to write; PAGE.notes.md beside it is copied in if it exists",
+        help="Markdown file to write; PAGE.notes.md next to it is copied in if it exists",
     )
     arguments = parser.parse_args()
     write_page(json.loads(arguments.result.read_text()), arguments.page)
 
 
 def write_page(result: dict[str, Any], page: Path) -> None:
-    """Write a result as Markdown, with the notes beside the page."""
+    """Write a result as Markdown, with the notes next to the page."""
     notes = page.with_suffix(".notes.md")
     page.write_text(render(result, notes.read_text() if notes.is_file() else ""))
 

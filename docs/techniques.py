@@ -150,7 +150,7 @@ ROWS = (
     ),
     Row(
         "LoRA",
-        "small matrices beside frozen ones are trained",
+        "small matrices next to frozen ones are trained",
         "fine-tuning",
         "planning.md",
         _FULL | {"layout": _ZERO3, "adapter": LowRankAdapter(16)},

@@ -76,7 +76,7 @@ PIPELINED_COMMUNICATION = (
     "multiply_and_sum",
     "launch_sums",
 )
-"""Operators that begin to communicate beside products."""
+"""Operators that begin to communicate during products."""
 
 
 def _count_collectives(graph: Any) -> int:

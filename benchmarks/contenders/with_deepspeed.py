@@ -1,7 +1,7 @@
 """DeepSpeed around transformers' model, on CPU ranks.
 
 AdamW is torch's fused one, passed as a client optimizer (`torch_adam` with its faster kernel).
-With `bf16` DeepSpeed has bf16 weights for compute and fp32 master weights beside them; gradients
+With `bf16` DeepSpeed has bf16 weights for compute and fp32 master weights; gradients
 are reduced in fp32, as for all contenders.
 """
 

@@ -153,7 +153,6 @@ def build_plan(
     batch: BatchPlan,
     precision: PrecisionSection,
     recompute: RecomputeKind = "none",
-    precision_reason: str | None = None,
 ) -> Plan:
     """Build the plan of a model from resolved parts.
 
@@ -162,7 +161,7 @@ def build_plan(
         RecipeError: 8-bit products would not be those of one process.
     """
     placement = place_model(shape, layout, batch.sequence_length)
-    plan = Plan(placement, batch, precision, recompute, precision_reason)
+    plan = Plan(placement, batch, precision, recompute)
     _check_precision(plan)
     return plan
 

@@ -108,6 +108,7 @@ EXEMPT_IDENTIFIERS = frozenset(
 
 BANNED_IN_TEXT = (
     r"\btold\b",
+    r"\bbeside\b",
     r"\btells? of\b",
     r"\bwhom\b",
     r"\bwhat became of\b",
@@ -175,7 +176,6 @@ PREPOSITIONS = (
     "At",
     "With",
     "Under",
-    "Beside",
     "Within",
 )
 NOT_VERBS = frozenset(

@@ -46,7 +46,7 @@ PLACES = {
     "slow": "reading a step's samples takes `seconds` longer from here on",
     "memory": "no more memory can be allocated",
     "clock": "the wall clock jumps by a day from here on",
-    "finished": "no fault: the state after the step is also saved beside the marks",
+    "finished": "no fault: the state after the step is also saved next to the marks",
     "restored": "no fault: the state from which the ranks continue is saved there",
 }
 """Fault at each place."""

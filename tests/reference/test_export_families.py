@@ -194,7 +194,7 @@ def test_a_base_model_without_its_head(tmp_path: Path, family: str) -> None:
         )
 
 
-# deepseek_v3's heads consist of parts; a head_dim beside them is refused.
+# deepseek_v3's heads consist of parts; a head_dim next to them is refused.
 @pytest.mark.parametrize(
     "family", sorted(set(MODEL_FAMILIES) - {"gpt2", "gpt_neox", "deepseek_v3"})
 )

@@ -77,7 +77,7 @@ def common_fields(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 @st.composite
 def expert_fields(draw: st.DrawFn, family: str, heads: int) -> dict[str, Any]:
-    """Draw the fields of a sparse family beside the common ones."""
+    """Draw the fields of a sparse family in addition to the common ones."""
     per_group = draw(st.integers(2, 3))
     groups = draw(st.integers(1, 3))
     num_experts = per_group * groups

@@ -70,18 +70,17 @@ class ConfigFields:
         name: str,
         default: float | None = None,
         *,
-        minimum: float = 0.0,
         is_exclusive: bool = False,
     ) -> float:
-        """Read a finite number of at least `minimum`, above it if `is_exclusive`."""
+        """Read a finite number of at least 0, above it if `is_exclusive`."""
         value = self._require(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._build_error(name, value, "a number")
         if abs(value) > sys.float_info.max or value != value:
             raise self._build_error(name, value, "a finite number")
-        if value < minimum or (is_exclusive and value == minimum):
+        if value < 0.0 or (is_exclusive and value == 0.0):
             raise self._build_error(
-                name, value, f"a number {'above' if is_exclusive else 'of at least'} {minimum}"
+                name, value, f"a number {'above' if is_exclusive else 'of at least'} 0.0"
             )
         return float(value)
 

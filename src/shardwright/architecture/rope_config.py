@@ -36,12 +36,7 @@ def read_rope(
 
 
 def read_ropes_by_layer_type(
-    fields: ConfigFields,
-    head_dim: int,
-    max_positions: int,
-    *,
-    full_theta: float = 1e6,
-    sliding_theta: float = 1e4,
+    fields: ConfigFields, head_dim: int, max_positions: int
 ) -> tuple[RopeShape, RopeShape]:
     """Read Gemma 3's two rotary embeddings: of full and of sliding-window attention layers.
 
@@ -52,8 +47,8 @@ def read_ropes_by_layer_type(
     Raises:
         ArchitectureError: The value is not a mapping of layer types.
     """
-    full_theta = fields.read_number("rope_theta", full_theta, is_exclusive=True)
-    sliding_theta = fields.read_number("rope_local_base_freq", sliding_theta, is_exclusive=True)
+    full_theta = fields.read_number("rope_theta", 1e6, is_exclusive=True)
+    sliding_theta = fields.read_number("rope_local_base_freq", 1e4, is_exclusive=True)
     name, content = _find_rope_mapping(fields)
     if name == "rope_scaling":
         content = {"full_attention": content}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,26 +17,28 @@ from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_text
 from shardwright.cli.verbs import VERBS
+from shardwright.cluster import kubernetes, slurm, torchrun
 from shardwright.cluster.job import (
     Job,
     NetworkOptions,
-    Sweep,
+    build_overrides,
     count_ranks_per_node,
     find_placeholders,
     parse_environment,
     submit_job,
 )
+from shardwright.cluster.launcher import OptionalText, build_option
+from shardwright.cluster.torchrun import split_hosts
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
 from shardwright.files import read_text
 
-OptionalText = str | None
-
-
-def _build_option(name: str, help_text: str, metavar: str | None = None, **limits: Any) -> Any:
-    """Build an option whose default is not shown."""
-    return typer.Option(name, metavar=metavar, help=help_text, show_default=False, **limits)
-
+_LAUNCHERS = {
+    "slurm": slurm.LAUNCHER,
+    "kubernetes": kubernetes.LAUNCHER,
+    "torchrun": torchrun.LAUNCHER,
+}
+"""Launchers by subcommand. A new one is a module of `cluster` and an entry here."""
 
 NodeCountOption = Annotated[
     int | None,
@@ -48,7 +48,7 @@ NodeCountOption = Annotated[
 ]
 GpusPerNode = Annotated[
     int | None,
-    _build_option(
+    build_option(
         "--gpus-per-node",
         "GPUs per node, one rank each; default: the recipe's `cluster`. 0 trains on CPUs.",
         min=0,
@@ -56,34 +56,34 @@ GpusPerNode = Annotated[
 ]
 RanksPerNode = Annotated[
     int | None,
-    _build_option("--ranks-per-node", "Ranks per node, for training on CPUs; default 1.", min=1),
+    build_option("--ranks-per-node", "Ranks per node, for training on CPUs; default 1.", min=1),
 ]
 LayoutText = Annotated[
     OptionalText,
-    _build_option("--layout", "Replace the recipe's layout, e.g. dp_shard=16.", "DEGREES"),
+    build_option("--layout", "Replace the recipe's layout, e.g. dp_shard=16.", "DEGREES"),
 ]
 RunDir = Annotated[
     OptionalText,
-    _build_option("--run-dir", "Run folder, on storage shared by all nodes; default runs/<name>."),
+    build_option("--run-dir", "Run folder, on storage shared by all nodes; default runs/<name>."),
 ]
 Interface = Annotated[
     OptionalText,
-    _build_option("--interface", "Network interface that connects the nodes, e.g. eth0.", "NAME"),
+    build_option("--interface", "Network interface that connects the nodes, e.g. eth0.", "NAME"),
 ]
 IbHca = Annotated[
-    OptionalText, _build_option("--ib-hca", "InfiniBand adapters for NCCL, e.g. mlx5.", "NAMES")
+    OptionalText, build_option("--ib-hca", "InfiniBand adapters for NCCL, e.g. mlx5.", "NAMES")
 ]
 NoInfiniband = Annotated[bool, typer.Option("--no-infiniband", help="Disable InfiniBand in NCCL.")]
 Env = Annotated[
     list[str] | None,
-    _build_option("--env", "Environment variable to set on every node. Repeatable.", "NAME=VALUE"),
+    build_option("--env", "Environment variable to set on every node. Repeatable.", "NAME=VALUE"),
 ]
 Port = Annotated[
     int | None,
-    _build_option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535),
+    build_option("--port", "Port of the rendezvous on the first node.", min=1024, max=65535),
 ]
 Cores = Annotated[
-    int | None, _build_option("--cores-per-rank", "CPU cores per rank, and threads.", min=1)
+    int | None, build_option("--cores-per-rank", "CPU cores per rank, and threads.", min=1)
 ]
 SaveSeconds = Annotated[
     int,
@@ -93,157 +93,15 @@ SaveSeconds = Annotated[
         help="How many seconds before the time limit the ranks get the signal to save.",
     ),
 ]
-Partition = Annotated[OptionalText, _build_option("--partition", "Slurm partition.")]
-Account = Annotated[OptionalText, _build_option("--account", "Slurm account.")]
-TimeLimit = Annotated[
-    OptionalText, _build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT")
-]
-SweepValues = Annotated[
-    OptionalText,
-    _build_option(
-        "--sweep",
-        "Train once per value of a recipe key, as a job array.",
-        "KEY=VALUE,VALUE,...",
-    ),
-]
-Sbatch = Annotated[
-    list[str] | None,
-    _build_option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE"),
-]
-Image = Annotated[
-    OptionalText, _build_option("--image", "Container image; on Slurm it needs Pyxis.")
-]
-Namespace = Annotated[OptionalText, _build_option("--namespace", "Kubernetes namespace.")]
-Volume = Annotated[
-    list[str] | None,
-    _build_option(
-        "--volume", "Volume claim for shared storage to mount. Repeatable.", "CLAIM:/PATH"
-    ),
-]
-JobKind = Annotated[
-    OptionalText,
-    _build_option(
-        "--job-kind",
-        "Kind of job: pytorchjob (Kubeflow's training operator v1; default), trainjob (Kubeflow "
-        "Trainer v2) or jobset.",
-        "KIND",
-    ),
-]
-WorkingDir = Annotated[
-    OptionalText, _build_option("--working-dir", "Working directory of the ranks.")
-]
-Hosts = Annotated[
-    OptionalText,
-    _build_option(
-        "--hosts", "One address per node; the first node hosts the rendezvous.", "A,B,..."
-    ),
-]
 LaunchOutput = Annotated[
-    Path | None, _build_option("--out", "Output file; default standard output.", "FILE")
+    Path | None, build_option("--out", "Output file; default standard output.", "FILE")
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Submit with sbatch or kubectl.")]
-
-
-def _build_script(
-    job: Job,
-    *,
-    partition: Partition = None,
-    account: Account = None,
-    time: TimeLimit = None,
-    sweep: SweepValues = None,
-    sbatch: Sbatch = None,
-    image: Image = None,
-) -> tuple[str, list[str]]:
-    from shardwright.cluster.slurm import SlurmOptions, build_sbatch_script
-
-    if sweep:
-        job = replace(job, sweep=Sweep.parse(sweep))
-        for assignment in job.sweep.list_assignments() if job.sweep else ():
-            changes = [*_build_overrides(job.overrides, job.run_dir), assignment]
-            load_recipe(Path(job.recipe_path), changes, job.layout)
-    options = SlurmOptions(partition, account, time, image, tuple(sbatch or ()))
-    return build_sbatch_script(job, options), []
-
-
-def _build_manifest(
-    job: Job,
-    *,
-    job_kind: JobKind = None,
-    namespace: Namespace = None,
-    volume: Volume = None,
-    working_dir: WorkingDir = None,
-    image: Image = None,
-) -> tuple[str, list[str]]:
-    from shardwright.cluster.kubernetes import DEFAULT_JOB_KIND, build_manifest
-    from shardwright.cluster.pods import KubernetesOptions, list_volume_warnings
-
-    if not image:
-        raise InputError(
-            "pods need a container image",
-            field="--image",
-            remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
-        )
-    options = KubernetesOptions(image, namespace, tuple(volume or ()), working_dir)
-    text = build_manifest(job, options, job_kind or DEFAULT_JOB_KIND)
-    return text, list_volume_warnings(job, options)
-
-
-def _build_commands(job: Job, *, hosts: Hosts = None) -> tuple[str, list[str]]:
-    from shardwright.cluster.torchrun import build_torchrun_commands
-
-    addresses = _split_hosts(hosts)
-    commands = build_torchrun_commands(job, addresses)
-    if len(commands) == 1:
-        return commands[0] + "\n", []
-    lines = []
-    for host, command in zip(addresses, commands, strict=True):
-        lines += [f"# on {host}", command]
-    return "\n".join(lines) + "\n", []
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """Builder of a job's text, whose keyword parameters are the launcher's own options.
-
-    The builder returns the text and warnings about its options.
-    """
-
-    output: str
-    """Text that the subcommand prints, for its help."""
-    build: Callable[..., tuple[str, list[str]]]
-    submit_command: tuple[str, ...] = ()
-    """Command that reads the text from standard input; empty without a scheduler."""
-    exports_shell: bool = False
-    """True if the job gets the variables of the submitting shell."""
-    keeps_processes: bool = False
-    """True if it can start a process per node that outlives the loss of a rank
-    (`elastic.warm_restarts`)."""
-
-    def list_options(self) -> list[inspect.Parameter]:
-        """Return the options that only this launcher has, as parameters of a command."""
-        own = inspect.signature(self.build, eval_str=True).parameters.values()
-        return [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-
-
-_LAUNCHERS = {
-    "slurm": _Launcher(
-        "an sbatch script that starts a recipe on Slurm",
-        _build_script,
-        submit_command=("sbatch", "--parsable"),
-        exports_shell=True,
-        keeps_processes=True,
-    ),
-    "kubernetes": _Launcher(
-        "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes",
-        _build_manifest,
-        submit_command=("kubectl", "apply", "-f", "-"),
-    ),
-    "torchrun": _Launcher(
-        "one torchrun command per node that starts a recipe",
-        _build_commands,
-        keeps_processes=True,
-    ),
-}
+_SUBMIT_COMMANDS = [
+    launcher.submit_command[0] for launcher in _LAUNCHERS.values() if launcher.submit_command
+]
+Submit = Annotated[
+    bool, typer.Option("--submit", help=f"Submit with {' or '.join(_SUBMIT_COMMANDS)}.")
+]
 
 
 def _launch(
@@ -274,11 +132,11 @@ def _launch(
     changes = tuple(overrides or ())
     if gpus_per_node == 0:
         changes += ("run.device=cpu",)
-    loaded_recipe = load_recipe(recipe, _build_overrides(changes, run_dir), layout)
+    loaded_recipe = load_recipe(recipe, build_overrides(changes, run_dir), layout)
     job = Job(
         recipe=loaded_recipe,
         recipe_path=str(recipe),
-        num_nodes=nodes or len(_split_hosts(own_options.get("hosts"))) or 1,
+        num_nodes=nodes or len(split_hosts(own_options.get("hosts"))) or 1,
         ranks_per_node=count_ranks_per_node(loaded_recipe, gpus_per_node, ranks_per_node),
         overrides=changes,
         layout=layout,
@@ -298,7 +156,7 @@ def _launch(
             allowed=f"false with launch {kind}; true with {', '.join(others)}",
             remedy="Set it, elastic.peer_copies and elastic.spare_nodes to their defaults",
         )
-    text, warnings = launcher.build(job, **own_options)
+    text, warnings = launcher.build_text(job, own_options)
     notes = [*job.list_warnings(), *warnings]
     missing = sorted(find_placeholders(read_text(recipe)) - set(environment))
     if missing and not launcher.exports_shell:
@@ -318,14 +176,6 @@ def _launch(
         sys.stdout.write(f"submitted: {reply}\n")
     elif out is None:
         sys.stdout.write(text)
-
-
-def _split_hosts(hosts: OptionalText) -> list[str]:
-    return [host.strip() for host in hosts.split(",")] if hosts else []
-
-
-def _build_overrides(overrides: Iterable[str], run_dir: OptionalText) -> list[str]:
-    return [*overrides, *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
 
 def _build_command(
@@ -349,7 +199,7 @@ def _build_command(
         if name != "kind" and parameter.kind is not parameter.VAR_KEYWORD
     }
     for kind in kinds:
-        parameters |= {option.name: option for option in _LAUNCHERS[kind].list_options()}
+        parameters |= {option.name: option for option in _LAUNCHERS[kind].list_parameters()}
         if has_flags:
             flag = typer.Option(f"--{kind}", help=f"Same as `launch {kind} RECIPE`.")
             parameters[kind] = inspect.Parameter(
@@ -393,7 +243,7 @@ def _remove_options_of_others(kind: str, options: Mapping[str, Any]) -> dict[str
     """
     owners: dict[str, list[str]] = {}
     for name, launcher in _LAUNCHERS.items():
-        own = [option.name for option in launcher.list_options()]
+        own = [option.name for option in launcher.list_parameters()]
         for option in [*own, *(["submit"] if launcher.submit_command else [])]:
             owners.setdefault(option, []).append(name)
     others = {name: owner for name, owner in owners.items() if kind not in owner}

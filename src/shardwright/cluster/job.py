@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -210,6 +211,11 @@ class Job:
                 "if that is 127.0.x.1, set --interface"
             )
         return warnings
+
+
+def build_overrides(overrides: Iterable[str], run_dir: str | None) -> list[str]:
+    """Return the overrides of recipe keys, with that of `run.dir` if a run folder is given."""
+    return [*overrides, *([] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"])]
 
 
 def build_loss_limit(job: Job, scheduler: SchedulerVariables) -> list[str]:

@@ -6,27 +6,52 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 from shardwright.cluster.job import Job
+from shardwright.cluster.launcher import Image, OptionalText, build_option
 from shardwright.errors import InputError
 
 _KUBERNETES_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _GRACE_SECONDS = 30
 """Seconds between the end of the time for a save and Kubernetes killing the pod."""
+_SHARED_MEMORY_SIZE = "16Gi"
+"""Size of /dev/shm for NCCL and data workers; the default of Kubernetes is 64 MiB."""
 
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Image, namespace, volumes, working directory and shared memory of the pods."""
+    """Kind of the job; namespace, volumes, working directory and image of its pods."""
 
-    image: str
-    namespace: str | None = None
-    volumes: tuple[str, ...] = ()
-    """Volume claims as `CLAIM:/path`; run folder, recipe and data must be on them."""
-    working_dir: str | None = None
-    shared_memory_size: str = "16Gi"
-    """Size of /dev/shm for NCCL and data workers; the default of Kubernetes is 64 MiB."""
+    job_kind: Annotated[
+        OptionalText,
+        build_option(
+            "--job-kind",
+            "Kind of job: pytorchjob (Kubeflow's training operator v1; default), trainjob "
+            "(Kubeflow Trainer v2) or jobset.",
+            "KIND",
+        ),
+    ] = None
+    namespace: Annotated[OptionalText, build_option("--namespace", "Kubernetes namespace.")] = None
+    volume: Annotated[
+        list[str] | None,
+        build_option(
+            "--volume", "Volume claim for shared storage to mount. Repeatable.", "CLAIM:/PATH"
+        ),
+    ] = None
+    """Volume claims; run folder, recipe and data must be on them."""
+    working_dir: Annotated[
+        OptionalText, build_option("--working-dir", "Working directory of the ranks.")
+    ] = None
+    image: Image = None
+
+    def __post_init__(self) -> None:
+        if not self.image:
+            raise InputError(
+                "pods need a container image",
+                field="--image",
+                remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
+            )
 
     def parse_volumes(self) -> list[tuple[str, str]]:
         """Parse the volumes into pairs of claim and mount path.
@@ -35,7 +60,7 @@ class KubernetesOptions:
             InputError: An entry is not CLAIM:/PATH.
         """
         mounts = []
-        for volume in self.volumes:
+        for volume in self.volume or ():
             claim, colon, path = volume.partition(":")
             if not colon or not _KUBERNETES_NAME.match(claim) or not path.startswith("/"):
                 raise InputError(
@@ -83,7 +108,7 @@ def build_pod_spec(
     """
     memory = {
         "name": "shared-memory",
-        "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory_size},
+        "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY_SIZE},
     }
     claims = [
         {"name": f"claim-{n}", "persistentVolumeClaim": {"claimName": claim}}

@@ -15,10 +15,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
-from shardwright.cluster.job import Job, Sweep, build_export_lines, build_loss_limit
+from shardwright.cluster.job import (
+    Job,
+    Sweep,
+    build_export_lines,
+    build_loss_limit,
+    build_overrides,
+)
+from shardwright.cluster.launcher import Image, Launcher, OptionalText, build_option
 from shardwright.cluster.scheduler_variables import SLURM
+from shardwright.config import load_recipe
 from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import ExitCode, InputError
 
@@ -34,13 +44,25 @@ _EXIT_WAIT_SECONDS = 120
 class SlurmOptions:
     """Options of the Slurm site; None uses the site's default."""
 
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
-    image: str | None = None
-    """Container image, for the Pyxis plugin."""
-    directives: tuple[str, ...] = ()
-    """Additional `#SBATCH` options, e.g. `--qos=high`."""
+    partition: Annotated[OptionalText, build_option("--partition", "Slurm partition.")] = None
+    account: Annotated[OptionalText, build_option("--account", "Slurm account.")] = None
+    time: Annotated[
+        OptionalText,
+        build_option("--time", "Time limit: minutes, HH:MM:SS or D-HH:MM:SS.", "LIMIT"),
+    ] = None
+    sweep: Annotated[
+        OptionalText,
+        build_option(
+            "--sweep",
+            "Train once per value of a recipe key, as a job array.",
+            "KEY=VALUE,VALUE,...",
+        ),
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        build_option("--sbatch", "Additional sbatch option. Repeatable.", "--OPTION=VALUE"),
+    ] = None
+    image: Image = None
 
     def __post_init__(self) -> None:
         if self.time is not None and not _TIME_LIMIT.fullmatch(self.time):
@@ -62,7 +84,7 @@ class SlurmOptions:
                     got=repr(value),
                     allowed="characters other than spaces",
                 )
-        for directive in self.directives:
+        for directive in self.sbatch or ():
             if not _DIRECTIVE.fullmatch(directive):
                 raise InputError(
                     "not an sbatch option",
@@ -73,7 +95,13 @@ class SlurmOptions:
 
 
 def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
-    """Return the script for `sbatch`."""
+    """Return the script for `sbatch`.
+
+    Raises:
+        InputError: the recipe is wrong with a value of the sweep.
+    """
+    if options.sweep:
+        job = _add_sweep(job, Sweep.parse(options.sweep))
     # 0 waits without limit: the run continues without the processes of a node.
     wait_seconds = 0 if job.keeps_processes else _EXIT_WAIT_SECONDS
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
@@ -120,6 +148,14 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _add_sweep(job: Job, sweep: Sweep) -> Job:
+    job = replace(job, sweep=sweep)
+    for assignment in sweep.list_assignments():
+        changes = [*build_overrides(job.overrides, job.run_dir), assignment]
+        load_recipe(Path(job.recipe_path), changes, job.layout)
+    return job
+
+
 def _build_token(job: Job) -> list[str]:
     """Return lines that draw the secret by which the launcher knows the job's nodes."""
     if not job.keeps_processes or job.num_nodes == 1:
@@ -157,7 +193,7 @@ def _build_directives(job: Job, options: SlurmOptions) -> list[str]:
         "--open-mode=append",
         f"--output={job.recipe.name}-{'%A_%a' if job.sweep else '%j'}.log",
     ]
-    return directives + list(options.directives)
+    return directives + list(options.sbatch or ())
 
 
 def _build_sweep_choice(job: Job, sweep: Sweep) -> list[str]:
@@ -202,3 +238,13 @@ def _build_exit_handling(job: Job) -> list[str]:
     else:
         lines.append("    ;; # set elastic.max_restarts in the recipe for restarts")
     return [*lines, "esac", 'exit "$status"']
+
+
+LAUNCHER = Launcher(
+    "an sbatch script that starts a recipe on Slurm",
+    SlurmOptions,
+    build_sbatch_script,
+    submit_command=("sbatch", "--parsable"),
+    exports_shell=True,
+    keeps_processes=True,
+)

@@ -6,14 +6,46 @@ import re
 import secrets
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from shardwright.cluster.job import Job
+from shardwright.cluster.launcher import Launcher, OptionalText, build_option
 from shardwright.config.run import NODE_TOKEN_VARIABLE
 from shardwright.errors import InputError
 
 DEFAULT_PORT = 29500
 
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]+")
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """Addresses of the nodes; None for a single node."""
+
+    hosts: Annotated[
+        OptionalText,
+        build_option(
+            "--hosts", "One address per node; the first node hosts the rendezvous.", "A,B,..."
+        ),
+    ] = None
+
+
+def split_hosts(hosts: str | None) -> list[str]:
+    """Split the value of `--hosts` into addresses."""
+    return [host.strip() for host in hosts.split(",")] if hosts else []
+
+
+def build_torchrun_script(job: Job, options: TorchrunOptions) -> str:
+    """Return the command of a single node, or one per node below a comment with its address."""
+    addresses = split_hosts(options.hosts)
+    commands = build_torchrun_commands(job, addresses)
+    if len(commands) == 1:
+        return commands[0] + "\n"
+    lines = []
+    for host, command in zip(addresses, commands, strict=True):
+        lines += [f"# on {host}", command]
+    return "\n".join(lines) + "\n"
 
 
 def build_torchrun_arguments(job: Job) -> list[str]:
@@ -120,3 +152,11 @@ def _build_place(job: Job, first_host: str, number: int) -> str:
         "MASTER_PORT": str(job.port or DEFAULT_PORT),
     }
     return " ".join(f"{name}={value}" for name, value in place.items())
+
+
+LAUNCHER = Launcher(
+    "one torchrun command per node that starts a recipe",
+    TorchrunOptions,
+    build_torchrun_script,
+    keeps_processes=True,
+)

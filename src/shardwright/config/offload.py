@@ -25,7 +25,7 @@ class OffloadSection(RecipeSection):
     in buckets, during the update of other buckets."""
     parameters: OffloadTier = "none"
     """Tier of the matrices of blocks: they arrive before their block computes, one block ahead,
-    and leave after it. Beside adapters the frozen ones, which `disk` reads from the model's own
+    and leave after it. With adapters the frozen ones, which `disk` reads from the model's own
     files where these have the bytes that products read, otherwise from a scratch file. Without
     adapters all of them and their gradients, with an offloaded `optimizer`."""
     activations: OffloadTier = "none"

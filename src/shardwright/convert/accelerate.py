@@ -234,8 +234,9 @@ def _read_distributed_type(kind: str, source: SourceDocument, draft: RecipeDraft
     )
 
 
-def read_fsdp(source: SourceDocument, draft: RecipeDraft, section: str = "fsdp_config") -> None:
+def read_fsdp(source: SourceDocument, draft: RecipeDraft) -> None:
     """Read FSDP's section, with the keys of FSDP 1 or 2."""
+    section = "fsdp_config"
     source.pop_value(f"{section}.fsdp_version")
     source.pop_value(f"{section}.version")
     reshard = source.pop_value(

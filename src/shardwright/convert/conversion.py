@@ -32,6 +32,7 @@ CONFIG_WRITERS: dict[str, Callable[[EmitRequest], EmittedConfig]] = {
     "megatron": megatron.write,
 }
 
+_MAX_SHOWN_CHARACTERS = 60
 _SYSTEM_KEYS = {
     "accelerate": ("compute_environment", "distributed_type"),
     "axolotl": ("base_model", "datasets"),
@@ -173,9 +174,9 @@ def _has_key(document: Mapping[str, Any], dotted: str) -> bool:
     return True
 
 
-def _shorten(value: Any, max_characters: int = 60) -> str:
+def _shorten(value: Any) -> str:
     text = " ".join(str(value).split())
-    return text if len(text) <= max_characters else text[: max_characters - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
 
 
 def emit(system: str, request: EmitRequest) -> EmittedConfig:

@@ -61,13 +61,8 @@ class EmitRequest:
         ratio = self.batch.global_batch_size / training.base_batch_size
         return math.sqrt(ratio) if training.batch_scaling == "sqrt" else ratio
 
-    def list_common_notes(
-        self, system: str, *, handled_keys: frozenset[str] = frozenset()
-    ) -> Iterator[str]:
-        """Yield notes on recipe settings that no other system's configuration expresses.
-
-        `handled_keys` has the keys that the caller expresses.
-        """
+    def list_common_notes(self, system: str) -> Iterator[str]:
+        """Yield notes on recipe settings that no other system's configuration expresses."""
         recipe = self.recipe
         layout = self.layout
         yield f"model, tokenizer, data: configure them in {system}"
@@ -91,7 +86,7 @@ class EmitRequest:
             "precision.reduce_dtype": recipe.precision.reduce_dtype != "fp32",
         }
         for key, is_set in not_carried.items():
-            if is_set and key not in handled_keys:
+            if is_set:
                 yield f"{key}: not carried"
 
 
@@ -106,7 +101,7 @@ def build_warmup_notes(training: TrainingSection) -> list[str]:
     ]
 
 
-def build_comment_header(notes: tuple[str, ...], heading: str, comment_prefix: str = "#") -> str:
+def build_comment_header(notes: tuple[str, ...], heading: str) -> str:
     """Return heading and notes as comment lines."""
     lines = [heading, *(f"not expressed: {note}" for note in notes)]
-    return "".join(f"{comment_prefix} {line}\n" for line in lines)
+    return "".join(f"# {line}\n" for line in lines)

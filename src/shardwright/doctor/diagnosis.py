@@ -78,13 +78,11 @@ class Diagnosis:
 DIAGNOSIS_ADAPTER = TypeAdapter(Diagnosis)
 
 
-def examine(
-    request: ExaminationRequest, num_ranks: int, *, worker_module: str = "shardwright.doctor.worker"
-) -> Diagnosis | None:
+def examine(request: ExaminationRequest, num_ranks: int) -> Diagnosis | None:
     """Examine this cluster; return None on ranks of a launcher other than 0.
 
     Under torchrun or srun this process is one of their ranks. Otherwise `num_ranks` run on this
-    machine: one in this process, several as `python -m module`. Failures and hangs become
+    machine: one in this process, several in processes of their own. Failures and hangs become
     findings.
 
     Raises:
@@ -100,7 +98,7 @@ def examine(
         try:
             launch_ranks(
                 num_ranks,
-                worker_module,
+                "shardwright.doctor.worker",
                 [str(folder / "request.json"), str(folder / "diagnosis.json")],
             )
         except InputError:

@@ -146,11 +146,9 @@ class ExaminationContext:
             max_call_seconds=most_call_seconds,
         )
 
-    def record_omission(
-        self, kind: str, requested: str, seconds: float, measured: str = ""
-    ) -> None:
+    def record_omission(self, kind: str, requested: str, seconds: float) -> None:
         """Record a problem that is too slow to measure."""
-        self.report.omissions.append(Omission(kind, requested, seconds, measured))
+        self.report.omissions.append(Omission(kind, requested, seconds))
 
 
 def create_report(ranks: RankEnvironment, device: torch.device) -> RankExamination:

@@ -21,6 +21,7 @@ SECTION = "devices"
 
 _MAX_NVLINKS = 18
 """Largest number of NVLinks per GPU of any generation."""
+_LOAD_SECONDS = 1.0
 _THROTTLE_REASONS: dict[int, tuple[str, Verdict, str]] = {
     0x0008: (
         "hardware slowdown",
@@ -195,8 +196,8 @@ def _count_link_errors(
 
 
 @contextmanager
-def run_under_load(device: torch.device, seconds: float = 1.0) -> Iterator[None]:
-    """Run the block under load: queue bf16 products for about `seconds` of device time."""
+def run_under_load(device: torch.device) -> Iterator[None]:
+    """Run the block under load: queue bf16 products for about a second of device time."""
     size = 8192
     a_MK, b_KN = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out_MN = torch.empty_like(a_MK)
@@ -209,7 +210,7 @@ def run_under_load(device: torch.device, seconds: float = 1.0) -> Iterator[None]
     end.record()
     end.synchronize()
     product_seconds = start.elapsed_time(end) / 1000 / 8
-    for _ in range(max(1, round(seconds / product_seconds))):
+    for _ in range(max(1, round(_LOAD_SECONDS / product_seconds))):
         torch.mm(a_MK, b_KN, out=out_MN)
     try:
         yield

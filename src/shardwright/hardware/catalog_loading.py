@@ -302,7 +302,6 @@ def parse_cluster(
     num_nodes: int = 1,
     link: str | None = None,
     profile: MeasuredProfile | None = None,
-    domain_size: int | None = None,
 ) -> Cluster:
     """Parse a cluster in the notation of the command line.
 
@@ -311,7 +310,6 @@ def parse_cluster(
         num_nodes: number of machines.
         link: link between machines; default the usual one for this accelerator.
         profile: measured rates; its memory and memory bandwidth replace the catalogue's.
-        domain_size: accelerators connected by the fast link; default those of a node or rack.
 
     Raises:
         InputError: an unknown accelerator or link (with the closest names), or no machine.
@@ -324,9 +322,7 @@ def parse_cluster(
     node = find_node(name)
     count = node.num_accelerators if given is None else given
     usual_inter = node.inter if count == node.num_accelerators else _find_usual_inter(node, count)
-    domain = domain_size or (
-        node.domain_size if node.domain_size > node.num_accelerators else count
-    )
+    domain = node.domain_size if node.domain_size > node.num_accelerators else count
     accelerator = node.accelerator
     if profile is not None:
         accelerator = replace(

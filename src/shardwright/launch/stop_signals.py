@@ -13,6 +13,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 LAUNCHER_DIED = -1
 """Value of `StopRequest.cause` on a rank whose launcher has exited."""
+_PARENT_CHECK_SECONDS = 1.0
 
 
 class StopRequest:
@@ -36,9 +37,7 @@ def describe_cause(cause: int) -> str:
 
 
 @contextmanager
-def stop_when_parent_exits(
-    request: StopRequest, parent_pid: int, interval_seconds: float = 1.0
-) -> Iterator[None]:
+def stop_when_parent_exits(request: StopRequest, parent_pid: int) -> Iterator[None]:
     """Request a stop when the launcher exits during the block: a killed one forwards no signal.
 
     Args:
@@ -50,7 +49,7 @@ def stop_when_parent_exits(
 
     def watch() -> None:
         while os.getppid() == parent_pid:
-            if closing.wait(interval_seconds):
+            if closing.wait(_PARENT_CHECK_SECONDS):
                 return
         request.cause = request.cause or LAUNCHER_DIED
 

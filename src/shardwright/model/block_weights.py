@@ -24,7 +24,7 @@ def list_frozen_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
 def list_block_matrices(shape: ModelShape) -> dict[str, ParameterSpec]:
     """List the matrices of blocks that can be offloaded, by name.
 
-    Beside adapters the frozen ones, otherwise all. None of a model of transformers' own classes.
+    With adapters the frozen ones, otherwise all. None of a model of transformers' own classes.
     """
     if isinstance(shape, HFShape):
         return {}

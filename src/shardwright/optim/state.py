@@ -20,6 +20,8 @@ from shardwright.optim.sharded_optimizer import (
     UpdateByPiece,
 )
 
+_MAX_NAMES = 5
+"""Names that a message lists."""
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum", "rule")
 
 
@@ -184,7 +186,7 @@ def _to_json_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _format_names(names: Iterable[str], max_names: int = 5) -> str:
+def _format_names(names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - max_names} more" if len(listed) > max_names else ""
-    return (", ".join(listed[:max_names]) or "none") + more
+    more = f" and {len(listed) - _MAX_NAMES} more" if len(listed) > _MAX_NAMES else ""
+    return (", ".join(listed[:_MAX_NAMES]) or "none") + more

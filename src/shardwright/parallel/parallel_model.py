@@ -65,7 +65,7 @@ class ParallelModel:
         offloaded_names: parameters whose values are on the device only while their block computes
             or is updated. Nothing else may read them.
         trained_offload: keeps those of `offloaded_names` if the run trains them; None if they are
-            frozen beside adapters.
+            frozen because only adapters are trained.
     """
 
     def __init__(

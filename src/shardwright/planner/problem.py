@@ -18,7 +18,6 @@ from shardwright.planner.candidate import (
     OPTIMIZER_OFFLOADS,
     Candidate,
     LowRankAdapter,
-    OptimizerKind,
     Precision,
     ReferenceKind,
 )
@@ -80,7 +79,6 @@ def build_template(
     *,
     precision: Precision | None = None,
     adapter: LowRankAdapter | None = None,
-    optimizer: OptimizerKind | None = None,
 ) -> Candidate:
     """Build a candidate with all settings of the recipe that are not searched, and a one-device
     layout.
@@ -106,7 +104,7 @@ def build_template(
         scaled_shares=None
         if low_precision is None
         else build_scaled_shares(read_planning_shape(recipe), low_precision),
-        optimizer=optimizer or choose_optimizer_kind(recipe.optimizer),
+        optimizer=choose_optimizer_kind(recipe.optimizer),
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,

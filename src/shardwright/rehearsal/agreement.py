@@ -199,6 +199,9 @@ def _describe_size(call: Collective) -> str:
     return f"{call.num_bytes} bytes" + (f" of {call.dtype}" if call.dtype else "")
 
 
-def _format_ranks(ranks: tuple[int, ...], max_ranks: int = 8) -> str:
-    listed = ", ".join(map(str, ranks[:max_ranks]))
-    return f"({listed}{', ...' if len(ranks) > max_ranks else ''})"
+_MAX_SHOWN_RANKS = 8
+
+
+def _format_ranks(ranks: tuple[int, ...]) -> str:
+    listed = ", ".join(map(str, ranks[:_MAX_SHOWN_RANKS]))
+    return f"({listed}{', ...' if len(ranks) > _MAX_SHOWN_RANKS else ''})"

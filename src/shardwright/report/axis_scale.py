@@ -27,9 +27,11 @@ class AxisScale:
         return self.start_pixel + share * (self.end_pixel - self.start_pixel)
 
 
-def pad_range(
-    low: float, high: float, *, is_log: bool = False, share: float = 0.04
-) -> tuple[float, float]:
+_MARGIN_SHARE = 0.04
+"""Margin at each end of an axis, as a share of the range."""
+
+
+def pad_range(low: float, high: float, *, is_log: bool = False) -> tuple[float, float]:
     """Extend a range by a margin; a range of one value gets a width.
 
     >>> pad_range(2.0, 2.0)
@@ -38,12 +40,13 @@ def pad_range(
     if is_log:
         low = low if low > 0 else min(high, 1.0) * 1e-6 or 1e-6
         high = max(high, low)
-        factor = (high / low) ** share if high > low else 1.5
+        factor = (high / low) ** _MARGIN_SHARE if high > low else 1.5
         return low / factor, high * factor
     if high - low <= 1e-9 * max(abs(low), abs(high)):  # one value up to rounding
         half = abs(low) * 0.05 or 0.5
         return low - half, low + half
-    return low - share * (high - low), high + share * (high - low)
+    margin = _MARGIN_SHARE * (high - low)
+    return low - margin, high + margin
 
 
 def find_ticks(low: float, high: float, num_ticks: int, *, is_log: bool = False) -> list[float]:

@@ -15,6 +15,7 @@ from shardwright.report.page_shell import Table
 from shardwright.report.recorded_run import Run
 
 MAX_TABLE_ROWS = 40
+_NUM_HOVER_BUCKETS = 150
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ def _find_value_at(position: float, x: FloatArray, y: FloatArray) -> float:
     return float(y[index]) if index >= 0 and position <= x[-1] else math.nan
 
 
-def thin_for_hover(series: Series, buckets: int = 150) -> Series:
+def thin_for_hover(series: Series) -> Series:
     """Reduce a series to few points, because the page repeats them as numbers."""
     if series.style == "area":
         return series
-    x, y = thin_points(series.x, series.y, buckets)
+    x, y = thin_points(series.x, series.y, _NUM_HOVER_BUCKETS)
     return replace(series, x=x, y=y)

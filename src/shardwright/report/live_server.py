@@ -105,17 +105,16 @@ class LiveServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, page: LivePage, port: int = 0, token: str | None = None) -> None:
+    def __init__(self, page: LivePage, port: int = 0) -> None:
         """
         Args:
             port: 0 selects a free port.
-            token: default 256 random bits.
 
         Raises:
             InputError: the port is in use.
         """
         self.page = page
-        self.token = token or secrets.token_urlsafe(32)
+        self.token = secrets.token_urlsafe(32)
         try:
             super().__init__((LIVE_SERVER_HOST, port), _Handler)
         except OSError as error:

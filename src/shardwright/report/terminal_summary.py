@@ -14,9 +14,11 @@ from shardwright.telemetry.sinks import describe_event
 from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
 
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 40
+"""Characters of a sparkline."""
 
 
-def draw_sparkline(values: FloatArray, width: int = 40) -> str:
+def draw_sparkline(values: FloatArray) -> str:
     """Draw values as blocks of eight heights; values that are not finite are left out.
 
     >>> draw_sparkline(np.array([8.0, 4.0, 1.0, 1.0]))
@@ -25,7 +27,7 @@ def draw_sparkline(values: FloatArray, width: int = 40) -> str:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ""
-    _, means = compute_bin_means(np.arange(len(finite), dtype=np.float64), finite, width)
+    _, means = compute_bin_means(np.arange(len(finite), dtype=np.float64), finite, _SPARKLINE_WIDTH)
     low = means.min()
     high = means.max()
     heights = (

@@ -82,13 +82,12 @@ class Timeline:
 def simulate(
     schedule: Schedule,
     times: ActionTimes | Mapping[Action, float],
-    transfer: Sequence[float] | None = None,
 ) -> Timeline:
     """Compute the start and end of every action.
 
     Args:
-        times: per stage and kind, or one measured number for each action.
-        transfer: with measured times, the time of each boundary between stages; default zero.
+        times: per stage and kind; or one measured number for each action, with no time of
+            transfers.
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
@@ -106,7 +105,7 @@ def simulate(
         boundary_times = times.transfer
     else:
         durations = [times[action] for action in order.actions]
-        boundary_times = transfer or (0.0,) * (schedule.num_stages - 1)
+        boundary_times = (0.0,) * (schedule.num_stages - 1)
     rank_free = [0.0] * schedule.num_ranks
     channel_free = [0.0] * order.num_channels
     available = [0.0] * len(order.actions)

@@ -62,13 +62,14 @@ def draw_inline_svg(
     return "".join([*out, *_draw_axis(schedule.num_ranks, total, scale, width, unit), "</svg>"])
 
 
-def draw_svg(timeline: Timeline, width: int = 960) -> str:
+def draw_svg(timeline: Timeline) -> str:
     """Draw the schedule as an SVG file: a row per rank, a bar per action, time on the x axis.
 
     Each bar has the number of its micro-batch.
     """
     schedule = timeline.schedule
     total = timeline.step_seconds
+    width = 960
     scale = (width - _LEFT_PIXELS - _RIGHT_PIXELS) / total
     height = _TOP_PIXELS + _ROW_PIXELS * schedule.num_ranks + 40
     description = (

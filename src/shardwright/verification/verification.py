@@ -152,10 +152,9 @@ def verify_grid(
     cells: Iterable[GridCell],
     pool: RankPool,
     *,
-    dtype: VerificationDtype = "float32",
     on_row: Callable[[GridCellResult], None],
 ) -> list[GridCellResult]:
-    """Run cells of the grid; layouts that read the same batch share a reference.
+    """Run cells of the grid in float32; layouts that read the same batch share a reference.
 
     Args:
         on_row: called with every row when it is finished.
@@ -173,7 +172,7 @@ def verify_grid(
                     GRID_SEQUENCE_LENGTH, MICRO_BATCH_SIZE, case.accumulation, data_ranks
                 ),
                 case=case,
-                dtype=dtype,
+                dtype="float32",
                 seed=0,
             )
             if any(cell.refusal is None for cell in group):

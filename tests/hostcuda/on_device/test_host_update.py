@@ -1,4 +1,4 @@
-"""Update on the host of weights on a CUDA device: gradients leave beside the backward pass through
+"""Update on the host of weights on a CUDA device: gradients leave during the backward pass through
 pinned memory, and the weights return, with the bits of the resident run and no further wait.
 """
 

@@ -246,7 +246,7 @@ OPTIMIZERS_OF_AXES: dict[str, set[OptimizerName]] = {
     "fsdp-tp-cp-pp": {"adafactor", "muon", "sgd"},
     "ddp": {"adamw_8bit"},
 }
-"""Optimizers beside AdamW, the recipe's, in `make test`: each with every family."""
+"""Optimizers other than AdamW, the recipe's, in `make test`: each with every family."""
 QUANTISED = ("llama", "gpt2", "gpt_oss", "deepseek_v3")
 """Families that 8-bit AdamW updates in `make test`, which takes half of the time of a step: with
 matrices, vectors, biases, and weights of several experts in one tensor."""

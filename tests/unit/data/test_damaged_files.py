@@ -43,7 +43,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_text_among_conversations_must_be_a_source_of_its_own(tmp_path: Path) -> None:
-    """Otherwise a dataset's README beside its records would be trained on."""
+    """Otherwise a dataset's README next to its records would be trained on."""
     write_parquet(tmp_path / "set" / "data" / "a.parquet", CHATS)
     (tmp_path / "set" / "README.md").write_text("# About this set")
     message = prepare_and_get_error(tmp_path, str(tmp_path / "set"))

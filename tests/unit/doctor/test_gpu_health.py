@@ -44,7 +44,7 @@ HEALTHY = GpuState(
 def judge_rank_1(
     idle_changes: dict[str, Any] | None = None, load_changes: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """Return the verdicts by name of a changed rank 1 beside a healthy rank 0."""
+    """Return the verdicts by name of a changed rank 1 next to a healthy rank 0."""
     at_rest = {0: HEALTHY, 1: replace(HEALTHY, **(idle_changes or {}))}
     loaded = {0: HEALTHY, 1: replace(HEALTHY, **(load_changes or {}))}
     return {

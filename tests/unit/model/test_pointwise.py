@@ -220,7 +220,7 @@ def _measure_saved_bytes(decoder: Decoder) -> int:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_frozen_norms_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside adapters the sums over all tokens for the weights of norms are not computed."""
+    """With adapters, the sums over all tokens for the weights of norms are not computed."""
     decoder = build("llama", torch.float64, AdapterSection(rank=2))
     expected = run_step(decoder)
     decoder.fuse_functions(COMPILED_FUNCTIONS)

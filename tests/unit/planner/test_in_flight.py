@@ -28,7 +28,7 @@ def test_formulas_equal_counts_on_the_schedules(name: str) -> None:
 
 
 def list_moments(row: tuple[Action, ...]) -> set[tuple[int, int]]:
-    """List, for every I, the passes that are saved and those that wait for their W beside it."""
+    """List, for every I, the passes that are saved and those that wait for their W then."""
     moments = set()
     for position, action in enumerate(row):
         if action.kind != "I":

@@ -189,13 +189,13 @@ def test_activations_move_but_for_two_layers_and_delay_the_passes_if_the_tier_is
     assert resident.time.offload == resident.memory.offloaded == 0.0
     assert host.memory.offloaded == disk.memory.offloaded
     # All layers but the last leave, and two are on the device. The peak moves from the loss to the
-    # backward pass, where a layer's gradients are beside them.
+    # backward pass, where a layer's gradients are there too.
     layer_bytes = host.memory.offloaded / (num_layers - 1)
     freed_bytes = resident.memory.activations - host.memory.activations
     assert 0.8 < freed_bytes / ((num_layers - 2) * layer_bytes) <= 1.0
     assert host.time.compute == disk.time.compute == resident.time.compute
     assert disk.time.step == pytest.approx(resident.time.step + disk.time.offload)
-    # Both directions of a transfer, less the passes that they run beside.
+    # Both directions of a transfer, less the passes during which they run.
     transfers = 2 * disk.memory.offloaded / 1e9
     assert transfers - resident.time.compute <= disk.time.offload < transfers
     assert host.time.offload < 0.1 * disk.time.offload

@@ -51,7 +51,7 @@ class Case:
     """Saved results of each layer, with `mixed` recomputation."""
     rank: int = 0
     tolerance: float = 0.03
-    """Relative error of the peak beside weights and states; `LESS_EXACT` takes precedence."""
+    """Relative error of the peak besides weights and states; `LESS_EXACT` takes precedence."""
 
     def make_recipe(self) -> Recipe:
         """Build a recipe with `ROWS` rows of `TOKENS` per micro-batch."""

@@ -41,7 +41,7 @@ def build_compiled_recipe(folder: Path, compile: Any, **sections: Any) -> Recipe
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return `device(**facts)`, which describes a CUDA device and the compilers beside it."""
+    """Return `device(**facts)`, which describes a CUDA device and the compilers on its machine."""
 
     def describe(
         triton: bool = True,

@@ -37,7 +37,7 @@ FROZEN_BYTES = 4 * 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
 def build_run(
     folder: Path, run: str, offload: dict[str, Any], *, max_steps: int = 3, **sections: Any
 ) -> Recipe:
-    """Build a recipe of adapters beside a base model in fp32 files, with evaluations."""
+    """Build a recipe of adapters on a base model in fp32 files, with evaluations."""
     if not (folder / "base").exists():
         shape = read_config(CONFIG)
         specs = {spec.name: spec for spec in shape.list_parameters()}

@@ -69,7 +69,6 @@ def print_plan(
     num_layouts: int,
     seconds: float,
     corrections: Sequence[str] = (),
-    console: Console | None = None,
 ) -> None:
     """Print the complete result.
 
@@ -77,7 +76,7 @@ def print_plan(
         corrections: lines about what corrects the predictions: measured step times, rows of the
             data, loads of experts.
     """
-    console = console or open_console()
+    console = open_console()
     shown = result.predictions or ((result.recipe_prediction,) if result.recipe_prediction else ())
     template = shown[0].candidate if shown else None
     batch = recipe.training.global_batch_size

@@ -38,6 +38,8 @@ SECTION = "collectives"
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 _ITEM_BYTES = 4
+_NUM_ROUNDS = 4
+_ROUNDS_SECONDS = 0.1
 _PEAK_SHARE_THRESHOLDS: dict[str, tuple[float, float]] = {
     "all_reduce": (0.6, 0.3),
     "all_gather": (0.6, 0.3),
@@ -115,16 +117,11 @@ def time_collective(
     ranks: Sequence[int],
     message_bytes: int,
     device: torch.device,
-    *,
-    rounds: int = 4,
-    seconds: float = 0.1,
 ) -> GroupTime:
     """Measure one collective on this rank; every member calls this with the same arguments.
 
-    Args:
-        rounds: number of rounds; the best counts.
-        seconds: approximate time of all rounds together, from a first measurement on all
-            members. A collective that takes this long by itself is called twice: warmup, timed.
+    The best of `_NUM_ROUNDS` rounds counts, which take about `_ROUNDS_SECONDS` together. A
+    collective that takes this long by itself is called twice: warmup, timed.
     """
     work = _prepare_collective(kind, group, ranks, message_bytes, device)
 
@@ -148,10 +145,10 @@ def time_collective(
     first = torch.tensor([one_seconds], dtype=torch.float64, device=device)
     # All members must make the same number of calls.
     dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
-    if float(first) >= seconds:
+    if float(first) >= _ROUNDS_SECONDS:
         return build_time(float(first), one_processor_seconds)
-    calls = min(200, max(1, int(seconds / rounds / max(float(first), 1e-6))))
-    best, processor_seconds = min(time_round(calls) for _ in range(rounds))
+    calls = min(200, max(1, int(_ROUNDS_SECONDS / _NUM_ROUNDS / max(float(first), 1e-6))))
+    best, processor_seconds = min(time_round(calls) for _ in range(_NUM_ROUNDS))
     return build_time(best / calls, processor_seconds / calls)
 
 

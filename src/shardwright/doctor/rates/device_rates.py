@@ -29,6 +29,8 @@ DTYPES = {
 
 SQUARE_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 """Sides of square products. Devices reach their best rate at the last one, well below 1 s."""
+_MEASURED_SECONDS = 0.2
+"""Approximate seconds of the rounds of one measurement."""
 _MAX_SQUARE_SECONDS = 0.5
 TRIAL_FLOPS = {"cpu": 2e7, "cuda": 1e11}
 """FLOPs of the attention that is measured first."""
@@ -132,23 +134,21 @@ def reduce_attention(workload: AttentionWorkload, max_flops: float) -> Attention
     return reduced
 
 
-def time_matmul(
-    precision: str, m: int, n: int, k: int, device: torch.device, *, seconds: float = 0.2
-) -> MatmulRate:
-    """Measure the best rate of [m, k] x [k, n] in 3 or 5 rounds of `seconds` / 5 each."""
+def time_matmul(precision: str, m: int, n: int, k: int, device: torch.device) -> MatmulRate:
+    """Measure the best rate of [m, k] x [k, n]."""
     dtype = DTYPES[precision]
     a_MK = torch.randn(m, k, device=device).to(dtype)
     b_KN = torch.randn(k, n, device=device).to(dtype)
     out_MN = torch.empty(m, n, device=device, dtype=dtype)
     with _set_matmul_precision(precision):
         best = measure_best_seconds(
-            lambda: torch.mm(a_MK, b_KN, out=out_MN), device, seconds=seconds
+            lambda: torch.mm(a_MK, b_KN, out=out_MN), device, seconds=_MEASURED_SECONDS
         )
     return MatmulRate(precision, m, n, k, 2.0 * m * n * k / best)
 
 
 def time_attention(
-    workload: AttentionWorkload, device: torch.device, *, seconds: float = 0.2
+    workload: AttentionWorkload, device: torch.device, *, seconds: float = _MEASURED_SECONDS
 ) -> AttentionRate | None:
     """Measure the best rates of causal attention in both passes; None if out of memory."""
     shape = (workload.num_rows, workload.row_tokens)
@@ -237,7 +237,7 @@ def _time_round(work: Callable[[], object], device: torch.device, num_calls: int
     return time.perf_counter() - start_seconds
 
 
-def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]:
+def time_copies(device: torch.device) -> list[CopyRate]:
     """Measure copies within the device and, on CUDA, within and to and from host memory.
 
     Buffers are larger than any cache.
@@ -245,7 +245,7 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
     is_cuda = device.type == "cuda"
     num_bytes = (1024 if is_cuda else 64) * MIB_BYTES
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    best = measure_best_seconds(lambda: target.copy_(source), device, seconds=seconds)
+    best = measure_best_seconds(lambda: target.copy_(source), device, seconds=_MEASURED_SECONDS)
     rates = [CopyRate("memory", num_bytes, 2 * num_bytes / best)]
     if is_cuda:
         pinned = torch.ones(256 * MIB_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -254,11 +254,11 @@ def time_copies(device: torch.device, *, seconds: float = 0.2) -> list[CopyRate]
             ("to device", lambda: part.copy_(pinned, non_blocking=True)),
             ("from device", lambda: pinned.copy_(part, non_blocking=True)),
         ):
-            best = measure_best_seconds(work, device, seconds=seconds)
+            best = measure_best_seconds(work, device, seconds=_MEASURED_SECONDS)
             rates.append(CopyRate(kind, pinned.numel(), pinned.numel() / best))
         copied = torch.empty_like(pinned, device="cpu")
         best = measure_best_seconds(
-            lambda: copied.copy_(pinned), torch.device("cpu"), seconds=seconds
+            lambda: copied.copy_(pinned), torch.device("cpu"), seconds=_MEASURED_SECONDS
         )
         rates.append(CopyRate("host memory", pinned.numel(), 2 * pinned.numel() / best))
     return rates

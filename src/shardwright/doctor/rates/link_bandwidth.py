@@ -44,10 +44,10 @@ class LinkTime:
     seconds: float
 
 
-def pair_ranks(world_size: int, max_rounds: int = _MAX_ROUNDS) -> list[dict[int, int]]:
+def pair_ranks(world_size: int) -> list[dict[int, int]]:
     """Pair the ranks in rounds of disjoint pairs; return each round's partner by rank.
 
-    Of more than `max_rounds` rounds, `max_rounds` evenly spaced ones remain.
+    Of more than `_MAX_ROUNDS` rounds, that many evenly spaced ones remain.
 
     >>> pair_ranks(4)
     [{0: 3, 3: 0, 1: 2, 2: 1}, {0: 2, 2: 0, 3: 1, 1: 3}, {0: 1, 1: 0, 2: 3, 3: 2}]
@@ -63,8 +63,8 @@ def pair_ranks(world_size: int, max_rounds: int = _MAX_ROUNDS) -> list[dict[int,
             {a: b for pair in pairs if max(pair) < world_size for a, b in (pair, pair[::-1])}
         )
         ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
-    if len(rounds) > max_rounds:
-        rounds = [rounds[i * len(rounds) // max_rounds] for i in range(max_rounds)]
+    if len(rounds) > _MAX_ROUNDS:
+        rounds = [rounds[i * len(rounds) // _MAX_ROUNDS] for i in range(_MAX_ROUNDS)]
     return rounds
 
 

@@ -1,4 +1,4 @@
-"""Communication of tensor parallelism that runs beside products.
+"""Communication of tensor parallelism that runs during products.
 
 Gathered tokens stay in the order of their chunks, `[C, R, B, t]`: weights' gradients sum over them
 in any order, and only the narrow results are copied into the order of the row.
@@ -36,7 +36,7 @@ def find_communication(name: str) -> PipelinedCommunication:
 
 @dataclass(frozen=True)
 class PipelinedCommunication:
-    """Communication of one tensor-parallel group, beside products of what it sends or receives."""
+    """Communication of one tensor-parallel group, during products of what it sends or receives."""
 
     group: dist.ProcessGroup
     kind: Literal["chunked", "fused"]

@@ -1,4 +1,4 @@
-"""Operators of compiled code for products beside communication.
+"""Operators of compiled code for products during communication.
 
 A compiler cannot trace communication that overlaps. An operator contains it, and what overlaps
 with it is in the same operator or between two. So a compiled block is one graph, with the numbers

@@ -5,7 +5,7 @@
     multiply, sum the output      gather the output's gradient, multiply; then the weight's gradient
 
 `chunked`: tokens are communicated in up to four chunks, in order, and the product of one chunk runs
-beside the communication of the next. With one chunk, numbers are those of blocking collectives, bit
+during the communication of the next. With one chunk, numbers are those of blocking collectives, bit
 by bit. `fused`: torch's kernels over symmetric memory multiply the tokens of one rank while those
 of the next arrive. Gradients of inputs are reduced the same way by both.
 

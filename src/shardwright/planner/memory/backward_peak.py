@@ -6,10 +6,10 @@ the gradient of the weight, which is first computed in the compute precision.
 
 Bytes on this rank, from the block's output to its input: r the residual stream, n all of its tokens
 at model width, f feed-forward width, q queries, k keys, e rows sent to experts, w a norm's
-gradient, s gradients of scores if attention is not fused. `beside`: allocated during the operation;
+gradient, s gradients of scores if attention is not fused. `during`: allocated during the operation;
 `change`: of the live bytes, when it has finished.
 
-    operation       beside        change                       freed
+    operation       during        change                       freed
     post norm       w             0                            its input
     sum of experts  e             0                            results in token order
     scatter         e             -e                           results of experts
@@ -25,7 +25,7 @@ gradient, s gradients of scores if attention is not fused. `beside`: allocated d
     attention       q + 2 k + s   -2 q                         q, k, v, output
     projections     2 n           -q - 2 k                     their common input
 
-If sequence parallelism gathers a branch's output gradient, n is added beside its first product. If
+If sequence parallelism gathers a branch's output gradient, n is added during its first product. If
 products overlap with communication, `_gather_products` describes those that share an input; tokens
 are sorted by chunk, which takes a copy of each narrow tensor. If
 the gradients of weights are deferred, products leave their inputs and the gradients of their
@@ -158,7 +158,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         peak = max(
             peak,
             live + temporaries.input_gradient,
-            live + operation.beside + max(elements * weight.result, temporaries.beside_gradient),
+            live + operation.during + max(elements * weight.result, temporaries.beside_gradient),
         )
         live += operation.change - elements * weight.cast
         peak = max(peak, live + elements * (weight.result + weight.converted))
@@ -199,7 +199,7 @@ def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
 
 
 class _Operation(NamedTuple):
-    beside: float
+    during: float
     change: float
     elements: float = 0.0
     """Elements of its weight."""
@@ -234,8 +234,8 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     )
     projected = block.queries + 2.0 * block.keys
     # Explicit products have freed the values, and have their gradient, before those of scores.
-    beside = block.scores if is_explicit else projected
-    yield _Operation(beside, (deferred - 2.0) * block.queries)
+    during = block.scores if is_explicit else projected
+    yield _Operation(during, (deferred - 2.0) * block.queries)
     if block.is_pipelined:
         yield _gather_products(
             block, projected, block.elements.projections, block.temporaries.projections
@@ -298,8 +298,8 @@ def _gather_products(
         return _Operation(2.0 * width, change, elements, temporaries)
     product = width / MAX_TENSOR_CHUNKS
     freed = 0.0 if block.is_deferred else width + outputs
-    beside = outputs + width + product + block.stream
-    return _Operation(beside, block.stream - freed, elements, temporaries)
+    during = outputs + width + product + block.stream
+    return _Operation(during, block.stream - freed, elements, temporaries)
 
 
 def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:

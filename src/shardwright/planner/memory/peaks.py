@@ -5,8 +5,8 @@
     backward  most activations are freed, gradients are complete, reduction buffers are in use,
               the embedding's gradient is computed
     update    no activations; optimizer states and working weights, as at all times. Stages 1 and 2
-              gather parameters for the next step, but without the whole gradients beside which
-              they are gathered in the backward pass: it is larger
+              gather parameters for the next step, but without the whole gradients that
+              exist when they are gathered in the backward pass: it is larger
 
 `planner.memory.parameter_memory` has the parts that persist between steps.
 """
@@ -209,7 +209,7 @@ def _compute_loss_peak(
         other_layers = saved - reduced
         in_reduced = beside_leaving if has_shards and is_returning else in_backward
         moments.append((other_layers, remaining, False, reduction, in_reduced))
-        # Beside the next group's backward pass, which under recomputation allocates more than
+        # During the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
         in_reduction = compute_pending_reduction_bytes(
             candidate, count_group_elements(facts, candidate, load)

@@ -49,7 +49,7 @@ class FrameworkConventions(EngineModel):
     master weights in fp32, or fp64, which are cast at use). `master_bytes` is a second copy
     that is sharded with the optimizer states. `gradient_bytes` is the accumulated gradient
     (None: same as the master weights). Peaks of the backward pass, read from allocators, are
-    modelled as the largest gradients beside all saved tensors of a block.
+    modelled as the largest gradients plus all saved tensors of a block.
     """
 
     name: str = "shardwright"
@@ -70,18 +70,18 @@ class FrameworkConventions(EngineModel):
     nf4_bytes: float = 0.5 + 4.0 / 64
     """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
     adapter_passes: AdapterPasses = SEPARATE_ADAPTER_PASSES
-    """Reads and writes of adapters beside their matrices, by the trainer's kernels."""
+    """Reads and writes that adapters add to those of their matrices, by the trainer's kernels."""
     should_drop_frozen_inputs: bool = False
     """Inputs of matmuls and norms without an adapter are not saved: only gradients of frozen
     weights would need them."""
     unquantised_bytes: float | None = None
-    """Bytes per frozen parameter that stays unquantised beside NF4 matrices. None: compute
+    """Bytes per frozen parameter that stays unquantised next to NF4 matrices. None: compute
     precision."""
     has_separate_gradient_sum: bool = False
-    """With fp32 gradient accumulation, the half-precision gradients stay in memory beside their
+    """With fp32 gradient accumulation, the half-precision gradients stay in memory with their
     sums."""
     micro_batch_gradient_bytes: float = 0.0
-    """Bytes per parameter of one micro-batch's gradients, live beside the sums to which they
+    """Bytes per parameter of one micro-batch's gradients, live with the sums to which they
     are added. Few fit into the memory that freed activations leave."""
     has_separate_gradient_stream: bool = False
     """Gradient shards are allocated on the stream of their reduction, which cannot reuse memory

@@ -62,7 +62,7 @@ class FrameworkDefaults:
 
 
 _MIXED_PRECISION = FrameworkConventions(weight_bytes=2.0, master_bytes=4.0, stage_rule="even")
-"""Half-precision weights beside fp32 master weights that are sharded with the optimizer
+"""Half-precision weights and fp32 master weights that are sharded with the optimizer
 states."""
 
 _FUSED_SOFTMAX_BYTES = 13.0
@@ -103,7 +103,7 @@ def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
 
 
 # Gradients are summed in fp32 after a micro-batch's bf16 gradients are complete
-# (optim/gradient_accumulator.py). A gate's activation is saved beside gate and up. Gathered
+# (optim/gradient_accumulator.py). A gate's activation is saved with gate and up. Gathered
 # inputs and gathered gradients have one persistent buffer each
 # (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
 # (models/llama.py). With zero_stage 1 there is no DDP that would overlap the sum of gradients
@@ -182,7 +182,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     "megatron-deepspeed": FrameworkDefaults(
         # The step flattens a shard's gradients and casts them to fp32
         # (runtime/zero/stage_1_and_2.py), each into one tensor. Its BF16_Optimizer keeps bf16
-        # gradients beside their fp32 sums.
+        # gradients and their fp32 sums.
         replace(
             _MIXED_PRECISION,
             name="megatron-deepspeed",

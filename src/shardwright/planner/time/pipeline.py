@@ -238,7 +238,7 @@ _MAX_STEADY_ROUNDS = 2
 def count_deferred_passes(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return, per rank, the moments at which most passes through one stage are in memory beside the
+    """Return, per rank, the moments at which most passes through one stage are in memory with the
     one that runs backward: passes that are saved, and passes whose gradients of weights wait.
 
     No moment has at most as many of both as another one.
