@@ -139,6 +139,27 @@ class Shape:
     """Shape whose MFU is the measure of this one's; its cases have the same lengths."""
 
 
+def _build_fitted_shape(
+    config: dict[str, Any],
+    micro_batch_sizes: dict[int, int],
+    *,
+    part: int,
+    lora_rank: int | None = None,
+) -> Shape:
+    """Return a shape of another family than Llama, with as many layers as fit the device."""
+    return Shape(
+        config,
+        micro_batch_sizes,
+        part=part,
+        variants=("-compile",),
+        lora_rank=lora_rank,
+        settings=(Settings(),),
+        has_fitted_layers=True,
+        has_peers=False,
+        compared_with="llama-3-8b-12-layers" if lora_rank is None else "llama-3-8b-lora",
+    )
+
+
 SHAPES = {
     "llama-3.2-1b": Shape(
         _LLAMA_3
@@ -193,7 +214,7 @@ SHAPES = {
         ),
         has_peers=False,
     ),
-    "gemma-2-9b": Shape(
+    "gemma-2-9b": _build_fitted_shape(
         {
             "model_type": "gemma2",
             "architectures": ["Gemma2ForCausalLM"],
@@ -218,53 +239,28 @@ SHAPES = {
         },
         {4096: 2, 8192: 1},
         part=9,
-        variants=("-compile",),
-        settings=(Settings(),),
-        has_fitted_layers=True,
-        has_peers=False,
-        compared_with="llama-3-8b-12-layers",
     ),
-    "gpt-oss-20b": Shape(
+    "gpt-oss-20b": _build_fitted_shape(
         _GPT_OSS_20B,
         {4096: 2, 8192: 1},
         part=10,
-        variants=("-compile",),
-        settings=(Settings(),),
-        has_fitted_layers=True,
-        has_peers=False,
-        compared_with="llama-3-8b-12-layers",
     ),
-    "gpt-oss-20b-lora": Shape(
+    "gpt-oss-20b-lora": _build_fitted_shape(
         _GPT_OSS_20B,
         {8192: 1},
         part=10,
-        variants=("-compile",),
         lora_rank=_RANK,
-        settings=(Settings(),),
-        has_fitted_layers=True,
-        has_peers=False,
-        compared_with="llama-3-8b-lora",
     ),
-    "qwen3-30b-a3b": Shape(
+    "qwen3-30b-a3b": _build_fitted_shape(
         _QWEN3_30B_A3B,
         {4096: 2},
         part=10,
-        variants=("-compile",),
-        settings=(Settings(),),
-        has_fitted_layers=True,
-        has_peers=False,
-        compared_with="llama-3-8b-12-layers",
     ),
-    "qwen3-30b-a3b-lora": Shape(
+    "qwen3-30b-a3b-lora": _build_fitted_shape(
         _QWEN3_30B_A3B,
         {4096: 2},
         part=10,
-        variants=("-compile",),
         lora_rank=_RANK,
-        settings=(Settings(),),
-        has_fitted_layers=True,
-        has_peers=False,
-        compared_with="llama-3-8b-lora",
     ),
 }
 

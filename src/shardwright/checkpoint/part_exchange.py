@@ -19,6 +19,7 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.header import HeaderEntry
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.storage_path import SHORT_RUN_BYTES, ReadableFile
+from shardwright.grouping import group_by_size
 
 _ROUND_BYTES = 64 * 1024**2
 """Bytes that a rank sends or receives in one round; both are in host memory."""
@@ -49,12 +50,14 @@ def exchange_parts(
         else:
             wanted[owner] += _divide(part, limit_bytes)
     received = ranks.exchange([_encode([_describe(part) for part in each]) for each in wanted])
+    # Both sides compute the same groups, one per round.
     requests = [json.loads(bytes(data_N.numpy())) for data_N in received]
     outgoing = [
-        list(_group(each, [request[-1] for request in each], limit_bytes)) for each in requests
+        list(group_by_size(each, [request[-1] for request in each], limit_bytes))
+        for each in requests
     ]
     incoming = [
-        list(_group(each, [part.num_bytes for part in each], limit_bytes)) for each in wanted
+        list(group_by_size(each, [part.num_bytes for part in each], limit_bytes)) for each in wanted
     ]
     for number in range(max(ranks.all_gather(max(map(len, incoming))))):
         answers = ranks.exchange([_read_all(_get(groups, number), find) for groups in outgoing])
@@ -75,21 +78,6 @@ def _describe(part: StoredPart) -> list[Any]:
     """Return the request for a part, as JSON."""
     stored = part.stored_slice
     return [stored.file, stored.key, part.box.offsets, part.box.lengths, part.num_bytes]
-
-
-def _group(items: list[Any], sizes: list[int], limit_bytes: int) -> Iterator[list[Any]]:
-    """Yield the items of each round. Both sides compute the same."""
-    group: list[Any] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and total + size > limit_bytes:
-            yield group
-            group = []
-            total = 0
-        group.append(item)
-        total += size
-    if group:
-        yield group
 
 
 def _get(groups: list[list[Any]], number: int) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from shardwright.data.sources.remote_sources import is_remote
 from shardwright.data.tokens.token_store import TokenStore
 from shardwright.data.tokens.tokenizer import AbsentTokenizer, Tokenizer
 from shardwright.errors import DataError
+from shardwright.grouping import group_by_size
 from shardwright.store_requests import convert_error, has_buckets, open_file_system, send_request
 
 MAX_FILE_TOKENS = 1 << 26
@@ -71,7 +71,8 @@ def write_prepared_tokens(
     for side, store in prepared.stores.items():
         useful = _find_useful_documents(store)
         num_left_out += len(store.documents) - 1 - len(useful)
-        groups = list(_group_documents(store, useful, max_file_tokens))
+        lengths = np.diff(store.documents.astype(np.int64))[useful].tolist()
+        groups = list(group_by_size(useful, lengths, max_file_tokens))
         for number, documents in enumerate(groups):
             name = f"{side}/{format_file_name(number, len(groups))}"
             with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
@@ -118,24 +119,6 @@ def _find_useful_documents(store: TokenStore) -> list[int]:
         if end - start > 1 and (mask is None or mask[start + 1 : end].any()):
             useful.append(number)
     return useful
-
-
-def _group_documents(
-    store: TokenStore, documents: list[int], max_file_tokens: int
-) -> Iterator[list[int]]:
-    """Group documents in order into files of at most `max_file_tokens`, at least one each."""
-    group: list[int] = []
-    num_tokens = 0
-    for document in documents:
-        length = int(store.documents[document + 1] - store.documents[document])
-        if group and num_tokens + length > max_file_tokens:
-            yield group
-            group = []
-            num_tokens = 0
-        group.append(document)
-        num_tokens += length
-    if group:
-        yield group
 
 
 def _check_absent(target: str) -> None:
