@@ -13,8 +13,8 @@ def group_by_size(
 ) -> Iterator[list[_Item]]:
     """Yield groups of items in order, of at most `max_size` each; a larger item is alone.
 
-    >>> list(group_by_size("abcd", [2, 2, 9, 1], 4))
-    [['a', 'b'], ['c'], ['d']]
+    >>> list(group_by_size("abcde", [2, 2, 1, 9, 1], 4))
+    [['a', 'b'], ['c'], ['d'], ['e']]
     """
     group: list[_Item] = []
     total = 0
