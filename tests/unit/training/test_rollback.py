@@ -37,6 +37,7 @@ def train_run(
     rollback: dict[str, Any] | None = None,
     *,
     resume: bool = False,
+    keep_last: int = 2,
     allow_non_finite: bool = False,
     **training: Any,
 ) -> Path:
@@ -45,7 +46,7 @@ def train_run(
     section = recipe.checkpoint.model_copy(
         update={
             "every_steps": 2,
-            "keep_last": 2,
+            "keep_last": keep_last,
             "keep_best": False,
             "asynchronous": False,
             "allow_non_finite": allow_non_finite,
@@ -196,11 +197,13 @@ def test_a_state_that_is_not_finite_is_not_continued(
     problem = rf"step-0000000\d: NaN or infinity in model\.{WEIGHT}"
     with pytest.MonkeyPatch.context() as patch:
         add_infinite_weight(patch, 4)
-        events = read_events(train_run(tmp_path, "rolled-back", {}, max_skipped_steps=2))
+        folder = train_run(tmp_path, "rolled-back", {}, keep_last=1, max_skipped_steps=2)
+    events = read_events(folder)
     (rollback_event,) = events.filter_by_type(RollbackEvent)
     assert (rollback_event.step, rollback_event.from_step) == (2, 7)
     warnings = [event.message for event in events.filter_by_type(WarningEvent)]
     assert [bool(re.search(f"{problem}$", message)) for message in warnings] == [True, True]
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-00000008"]
     with pytest.MonkeyPatch.context() as patch:
         add_infinite_weight(patch, 2)
         with pytest.raises(NonFiniteCheckpoint, match=problem):
