@@ -99,6 +99,8 @@ class Candidate:
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer of offloaded states."""
+    resident_state_bytes: int = 2 * DEFAULT_BUFFER_BYTES
+    """Two buffers: moments on disk beyond a third one stay in them from step to step."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
     working_weights: bool | Literal["auto"] = False
