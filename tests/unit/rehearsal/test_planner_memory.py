@@ -110,6 +110,7 @@ SUMS: LayerResults = frozenset(["gathered", "attention_out"])
 GATHERED: LayerResults = frozenset(["gathered", "attention", "projections", "gate_up"])
 ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
+ONCE = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="once_per_rank")
 CASES = [
     Case(
         "llama",
@@ -132,6 +133,7 @@ CASES = [
         recompute="selective",
         tolerance=0.01,
     ),
+    Case("qwen3_moe", ONCE, recompute="full", tolerance=0.02),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),
@@ -210,6 +212,14 @@ LONG_CASES = [
         Case("qwen3_moe", layout, recompute=recompute)
         for layout in (Layout(tp=2), Layout(dp_shard=4, ep=4, zero_stage=3), Layout(dp_replicate=2))
         for recompute in ("selective", "full")
+    ),
+    *(
+        Case("qwen3_moe", replace(ONCE, **degrees), recompute=recompute, tolerance=0.02)
+        for degrees, recompute in (
+            ({}, "none"),
+            ({"dp_shard": 4, "ep": 4}, "none"),
+            ({"dp_shard": 4, "ep": 4}, "full"),
+        )
     ),
     *(
         Case(model, layout, recompute=recompute, sections=LORA)
