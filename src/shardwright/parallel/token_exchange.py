@@ -94,6 +94,7 @@ class TokenExchange:
         overlapped = None if overlapped_compute is None else overlapped_compute()
         weights_R = finish_weights().flatten().index_select(0, indices.order_R)
         rows_RD = copy_rows(finish_rows(), indices.received)
+        del finish_rows  # it refers to the rows as received
         out_RD = experts(rows_RD, indices.counts_e)
         sums_VD = sum_copies(out_RD, indices.received, weights_R)
         finish_sums = self._start(sums_VD, rows, num_sent, is_return=True)
@@ -192,7 +193,8 @@ def _exchange_places(
 
 
 def _unflatten_indices(tensors: Sequence[Tensor]) -> _Indices:
-    return _Indices(*tensors[:3], RowCopies(*tensors[3:6]), RowCopies(*tensors[6:]))
+    counts_e, slots_M, order_R, *copies = tensors
+    return _Indices(counts_e, slots_M, order_R, RowCopies(*copies[:3]), RowCopies(*copies[3:]))
 
 
 @torch.library.custom_op(

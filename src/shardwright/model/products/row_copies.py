@@ -104,8 +104,9 @@ class _RowSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Read once, and before anything is allocated: a recomputation provides them.
+        saved = ctx.saved_tensors
         d_y_MD = gradients[0].index_select(0, ctx.copies.source_M)
-        saved = ctx.saved_tensors  # read once: a recomputation provides it
         if not saved:
             return d_y_MD, None, None, None, None
         weights_M, y_MD = saved
