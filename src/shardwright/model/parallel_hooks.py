@@ -24,7 +24,6 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 if TYPE_CHECKING:
     from shardwright.model.dropout import Dropout
     from shardwright.model.forward_context import ForwardContext
-    from shardwright.model.moe import Experts
     from shardwright.model.routing import Routing
 
 
@@ -137,13 +136,15 @@ class TokenExchangeHooks(Protocol):
 
     def run_experts(
         self,
-        experts: Experts,
+        experts: Callable[[Tensor, Tensor], Tensor],
         x_ND: Tensor,
         routing: Routing,
         overlapped_compute: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the weighted sum of each token's experts, `[N, D]`, and `overlapped_compute`'s
         result, which runs while rows are sent.
+
+        `experts`: (rows sorted by expert, rows of each expert) -> results.
         """
         ...
 

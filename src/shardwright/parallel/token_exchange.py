@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from shardwright.parallel import row_exchange
 from shardwright.parallel.expert_parallel import read_row_counts, start_exchange
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.row_exchange import TracedCounts
-
-if TYPE_CHECKING:
-    from shardwright.model.moe import Experts
 
 RowCounts = tuple[list[int], list[int]]
 """Rows sent to and received from each rank."""
@@ -76,7 +73,7 @@ class TokenExchange:
 
     def run_experts(
         self,
-        experts: Experts,
+        experts: Callable[[Tensor, Tensor], Tensor],
         x_ND: Tensor,
         routing: Routing,
         overlapped_compute: Callable[[], Tensor] | None,
