@@ -78,7 +78,9 @@ CASES_ON_TWO_RANKS = [
         "selective",
         LIMITED,
     ),
-    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=3), "full"),
+    CompiledCase(
+        "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3), "full"
+    ),
 ]
 LONG = [
     CompiledCase("llama", Layout(tp=2)),
@@ -101,6 +103,17 @@ LONG = [
         LIMITED,
     ),
     CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=2), "selective"),
+    CompiledCase(
+        "gpt_oss",
+        Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3),
+        "selective",
+        LIMITED,
+    ),
+    CompiledCase(
+        "mixtral",
+        Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=2),
+        has_adapters=True,
+    ),
     CompiledCase("deepseek", Layout(cp=2, ep=2, cp_method="ring"), "full", LIMITED),
     CompiledCase(
         "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), "full"

@@ -36,10 +36,11 @@ class LayoutSection(RecipeSection):
     communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
-    expert_dispatch: Literal["whole", "halves", "auto"] = "whole"
-    """Order of exchanges and experts under `ep`. `whole`: all rows are sent to their experts,
-    computed and returned. `halves`: one half of the tokens' rows are sent while the experts
-    compute the other. `auto`: the one with the shorter predicted step, for the recipe's cluster or
+    expert_dispatch: Literal["whole", "halves", "once_per_rank", "auto"] = "whole"
+    """Exchange of rows under `ep`. `whole`: a row per choice is sent to its expert, computed and
+    returned. `halves`: one half of the tokens' rows are sent while the experts compute the other.
+    `once_per_rank`: a token's row is sent once to each rank with one of its experts, which returns
+    one weighted sum. `auto`: the one with the shortest predicted step, for the recipe's cluster or
     this machine's GPUs; `whole` without either."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes

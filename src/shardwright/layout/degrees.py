@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves", "auto"]
+ExpertDispatch = Literal["whole", "halves", "once_per_rank", "auto"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -162,11 +162,11 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             allowed=f"a divisor of {fsdp}",
             remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
         )
-    if section.expert_dispatch == "halves" and section.ep == 1:
+    if section.expert_dispatch not in ("whole", "auto") and section.ep == 1:
         raise LayoutError(
             "without expert parallelism (ep 1) no rows are sent to experts",
             field="layout.expert_dispatch",
-            got="halves",
+            got=section.expert_dispatch,
             allowed="whole, auto",
             remedy="Remove it, or set ep",
         )

@@ -232,6 +232,9 @@ class MixtureOfExperts(nn.Module):
 
         `overlapped_compute` runs during the communication of expert parallelism.
         """
+        exchange = self.parallel_hooks.token_exchange
+        if exchange is not None:
+            return exchange.run_experts(self.experts, x_ND, routing, overlapped_compute)
         hooks = self.parallel_hooks.expert
         if hooks is not None and hooks.degree > 1:
             return self._exchange_rows(x_ND, routing, hooks, overlapped_compute)

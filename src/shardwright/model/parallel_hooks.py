@@ -24,6 +24,7 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 if TYPE_CHECKING:
     from shardwright.model.dropout import Dropout
     from shardwright.model.forward_context import ForwardContext
+    from shardwright.model.routing import Routing
 
 
 class ContextParallelHooks(Protocol):
@@ -130,6 +131,24 @@ class ExpertParallelHooks(Protocol):
         ...
 
 
+class TokenExchangeHooks(Protocol):
+    """Hooks of an exchange that sends a token once to each rank with one of its experts."""
+
+    def run_experts(
+        self,
+        experts: Callable[[Tensor, Tensor], Tensor],
+        x_ND: Tensor,
+        routing: Routing,
+        overlapped_compute: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the weighted sum of each token's experts, `[N, D]`, and `overlapped_compute`'s
+        result, which runs while rows are sent.
+
+        `experts`: (rows sorted by expert, rows of each expert) -> results.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelHooks:
     """Hooks of a decoder for each kind of parallelism; None for a kind that is not used."""
@@ -137,6 +156,8 @@ class ParallelHooks:
     tensor: TensorParallelHooks | None = None
     context: ContextParallelHooks | None = None
     expert: ExpertParallelHooks | None = None
+    token_exchange: TokenExchangeHooks | None = None
+    """Exchange of rows in place of `expert`'s, which then communicates for the routers only."""
 
     def split_rows(
         self,

@@ -55,6 +55,7 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 _COUNTING_OPERATION_NAMES = frozenset(
     {
         "shardwright::exchange_counts",
+        "shardwright::plan_token_exchange",
         "shardwright::sort_received",
         "shardwright::take_first",
     }

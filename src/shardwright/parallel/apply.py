@@ -75,6 +75,7 @@ from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
+from shardwright.parallel.token_exchange import build_token_exchange
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
@@ -132,6 +133,7 @@ def apply_layout(
         ParallelHooks(
             context=build_context_parallel(plan.placement, mesh),
             expert=build_token_dispatcher(decoder.shape, layout, mesh),
+            token_exchange=build_token_exchange(decoder.shape, layout, mesh),
             tensor=build_tensor_parallel(layout, mesh),
         )
     )

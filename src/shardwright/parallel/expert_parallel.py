@@ -137,7 +137,7 @@ class TokenDispatcher:
         assert self.group is not None
         sent_HPe = counts_HE.unflatten(1, (self.degree, -1))
         received_HPe = row_exchange.exchange_equal_parts(sent_HPe, self.group)
-        host_counts = _read_row_counts(sent_HPe, received_HPe, num_choices)
+        host_counts = read_row_counts(sent_HPe, received_HPe, num_choices)
         return [
             ExchangedCounts(received_Pe, send, receive)
             for received_Pe, (send, receive) in zip(received_HPe, host_counts, strict=True)
@@ -184,8 +184,7 @@ class TokenDispatcher:
         self, rows_XD: Tensor, send: list[int], receive: list[int]
     ) -> Callable[[], Tensor]:
         assert self.group is not None
-        exchange = _AllToAllExchange(self.group, send, receive)
-        return partial(_AllToAllFinish.apply, _AllToAllStart.apply(rows_XD, exchange), exchange)
+        return start_exchange(rows_XD, send, receive, self.group)
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Sum `x` in place over the ranks that share a row's tokens, without gradient."""
@@ -219,7 +218,15 @@ class TokenDispatcher:
         return row_BTK
 
 
-def _read_row_counts(
+def start_exchange(
+    rows_XD: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Start to exchange rows outside compiled code; return the function that waits for them."""
+    exchange = _AllToAllExchange(group, send, receive)
+    return partial(_AllToAllFinish.apply, _AllToAllStart.apply(rows_XD, exchange), exchange)
+
+
+def read_row_counts(
     sent_HPe: Tensor, received_HPe: Tensor, num_rows: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
     """Read on the host how many rows of each part go to and come from each rank.

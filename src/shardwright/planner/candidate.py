@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.model import AttentionSetting
 from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeMode
@@ -34,6 +35,9 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
 AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
 layers (None for layers without one)."""
+
+EXCHANGE_INDEX_BYTES = 4
+"""Bytes of an index of a row or of a choice, int32."""
 
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
@@ -217,6 +221,26 @@ class Candidate:
         """Count the rows of one micro-batch that the busiest expert-parallel rank processes, as if
         its own tokens had the loads of all."""
         return self.micro_batch_tokens * experts_per_token * self.expert_load
+
+    @property
+    def has_rows_per_rank(self) -> bool:
+        """True if a token's row is sent once to each rank with one of its experts."""
+        return self.layout.ep > 1 and self.layout.expert_dispatch == "once_per_rank"
+
+    def count_exchanged_rows(self, experts: ExpertShape) -> float:
+        """Count the rows of one micro-batch that the busiest expert-parallel rank receives."""
+        if not self.has_rows_per_rank:
+            return self.count_expert_rows(experts.experts_per_token)
+        reached = experts.count_reached_ranks(self.layout.ep)
+        return self.micro_batch_tokens * self.expert_load * reached
+
+    def count_index_bytes(self, experts: ExpertShape) -> float:
+        """Count the bytes of indices that a layer keeps for rows sent once per rank
+        (`parallel.token_exchange`): of choices sent, of choices received in three orders, of rows
+        sent in two, and of rows received and tokens."""
+        choices = self.count_expert_rows(experts.experts_per_token)
+        rows = self.count_exchanged_rows(experts)
+        return EXCHANGE_INDEX_BYTES * (4 * choices + 3 * rows + self.micro_batch_tokens)
 
     @property
     def is_sharded(self) -> bool:

@@ -92,6 +92,7 @@ def get_layer_activations(
         layout.sequence_parallel,
         layout.async_tensor_parallel,
         candidate.num_expert_parts,
+        layout.expert_dispatch,
         layout.cp_method,
         candidate.micro_batch_size,
         candidate.sequence_length,
@@ -199,11 +200,15 @@ def _compute_layer_activations(
         )
     if mode == "none":
         return LayerActivations(total, 0.0, gradients, *deferred)
+    indices = 0.0
+    if kind.shape.sparse and candidate.has_rows_per_rank:
+        assert shape.experts is not None
+        indices = candidate.count_index_bytes(shape.experts)
     if mode == "mixed":
         assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
         saved_sizes = {name: results.get(name, 0.0) for name in kind.saved_results}
-        saved = residual + sum(saved_sizes.values())
+        saved = residual + indices + sum(saved_sizes.values())
         # Only a norm reads the result of a branch's last product again. Otherwise it is freed as
         # soon as the block has run again, and no part of `total`.
         if num_post_norms == 0:
@@ -212,19 +217,20 @@ def _compute_layer_activations(
         if "gathered" in saved_sizes and experts and not experts.shared_intermediate_size:
             saved_sizes["gathered"] -= matmul_input * _is_gathered(candidate)  # no product saves it
         # Nor is the product of queries and keys, of which only the softmax is saved.
-        repeated = total - residual - sum(saved_sizes.values())
+        repeated = total - residual - indices - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
         return LayerActivations(saved, max(0.0, repeated), gradients, *deferred)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
-        return LayerActivations(residual, total - residual, gradients, *deferred)
+        saved = residual + indices
+        return LayerActivations(saved, total - saved, gradients, *deferred)
     communication = released = 0.0
     if candidate.layout.tp > 1:
         results = compute_result_bytes(facts, kind, candidate)
         released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
         released += residual * shape.is_block_end_read
         communication = released
-        if kind.shape.sparse:
+        if kind.shape.sparse and not candidate.has_rows_per_rank:
             # The weighted sum of the experts' results.
             communication += _compute_branch_output_bytes(candidate, facts)
     adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
@@ -247,6 +253,11 @@ def _compute_layer_activations(
         # The end of the forward pass, next to all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
+    if indices:
+        saved += indices
+        recomputed -= indices
+        if candidate.layout.tp == 1:  # the weighted sum is no product
+            saved -= _compute_branch_output_bytes(candidate, facts)
     return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
@@ -319,6 +330,9 @@ def build_block_tensors(
         has_post_norms=shape.names.post_mlp_norm is not None,
         is_repeated=is_repeated,
         num_expert_parts=candidate.num_expert_parts if layout.ep > 1 else 0,
+        exchanged=0.0
+        if experts is None or not candidate.has_rows_per_rank
+        else candidate.count_exchanged_rows(experts) * shape.hidden_size * size,
         is_pipelined=layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"),
         is_deferred=False,
         is_adapted=candidate.adapter is not None,
@@ -434,14 +448,15 @@ def _compute_feed_forward_bytes(
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
-    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and
-    # in token order.
+    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and,
+    # unless the experts' rank sums them, in token order.
     rows = candidate.count_expert_rows(experts.experts_per_token)
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size
     router = tokens * experts.num_experts * 4
-    saved = tensors * (wide + shared) + 3 * dispatched + 2 * router
+    saved = tensors * (wide + shared) + 2 * dispatched + 2 * router
+    saved += candidate.count_index_bytes(experts) if candidate.has_rows_per_rank else dispatched
     return (
         saved,
         num_projections * (wide + shared) + dispatched,
