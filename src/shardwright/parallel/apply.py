@@ -125,7 +125,6 @@ def apply_layout(
     )
     coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.is_sharded
-
     if stages is not None:
         decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
     _shard_parameters(decoder, layouts, layout, coordinates)

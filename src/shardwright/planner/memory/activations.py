@@ -51,6 +51,10 @@ from shardwright.planner.memory.block_weights import (
     count_product_elements,
     get_weight_bytes,
 )
+from shardwright.planner.memory.feed_forward_activations import (
+    compute_feed_forward_bytes,
+    count_saved_index_bytes,
+)
 from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
@@ -127,7 +131,7 @@ def get_layer_activations(
             if quantising and candidate.precision == "nvfp4" and candidate.recompute == "selective":
                 # Results of kernels are saved, and multiplied by the outer scales of rows. The
                 # forward pass has both; a recomputation frees the first.
-                _, products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+                _, products, _ = compute_feed_forward_bytes(facts, kind, candidate)
                 quantising += products + block.inner + block.gathered
             cached = replace(cached, quantising_bytes=quantising)
         facts.activation_cache[key] = cached
@@ -153,7 +157,7 @@ def _compute_layer_activations(
     residual = stream * shape.hidden_size * size
     matmul_input = _compute_column_input_bytes(candidate, facts)
     attention = compute_attention_bytes(facts, kind, candidate)
-    inner, inner_matmuls, inner_gradients = _compute_feed_forward_bytes(facts, kind, candidate)
+    inner, inner_matmuls, inner_gradients = compute_feed_forward_bytes(facts, kind, candidate)
 
     num_pre_norms = sum(
         name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
@@ -200,10 +204,7 @@ def _compute_layer_activations(
         )
     if mode == "none":
         return LayerActivations(total, 0.0, gradients, *deferred)
-    indices = 0.0
-    if kind.shape.sparse and candidate.has_rows_per_rank:
-        assert shape.experts is not None
-        indices = candidate.count_index_bytes(shape.experts)
+    indices = count_saved_index_bytes(facts, kind, candidate)
     if mode == "mixed":
         assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
@@ -224,15 +225,7 @@ def _compute_layer_activations(
     if candidate.recompute == "full":
         saved = residual + indices
         return LayerActivations(saved, total - saved, gradients, *deferred)
-    communication = released = 0.0
-    if candidate.layout.tp > 1:
-        results = compute_result_bytes(facts, kind, candidate)
-        released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
-        released += residual * shape.is_block_end_read
-        communication = released
-        if kind.shape.sparse and not candidate.has_rows_per_rank:
-            # The weighted sum of the experts' results.
-            communication += _compute_branch_output_bytes(candidate, facts)
+    communication, released = _compute_communicated_bytes(facts, kind, candidate)
     adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
@@ -242,7 +235,7 @@ def _compute_layer_activations(
             _compute_branch_output_bytes(candidate, facts),
             attention.output,
             attention.scores,
-            communication if candidate.layout.tp > 1 else None,
+            communication,
             released,
             adapter_results,
         ),
@@ -261,6 +254,23 @@ def _compute_layer_activations(
     return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
+def _compute_communicated_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float | None, float]:
+    """Return bytes of results of tensor-parallel communication that `selective` keeps, None
+    without tensor parallelism, and the part that is freed when the block has run again."""
+    if candidate.layout.tp == 1:
+        return None, 0.0
+    results = compute_result_bytes(facts, kind, candidate)
+    released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
+    stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
+    released += stream * facts.shape.is_block_end_read
+    if kind.shape.sparse and not candidate.has_rows_per_rank:
+        # The weighted sum of the experts' results.
+        return released + _compute_branch_output_bytes(candidate, facts), released
+    return released, released
+
+
 def compute_result_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> dict[ResultName, float]:
@@ -277,7 +287,7 @@ def compute_result_bytes(
     }
     if _is_gathered(candidate):
         results["gathered"] = 2.0 * branch_output
-    _, inner_products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+    _, inner_products, _ = compute_feed_forward_bytes(facts, kind, candidate)
     experts = facts.shape.experts if kind.shape.sparse else None
     if experts is None:
         is_end_saved = candidate.layout.tp == 1 or facts.shape.is_block_end_read
@@ -430,35 +440,3 @@ def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> flo
     """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
     reduction."""
     return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-
-
-def _compute_feed_forward_bytes(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
-) -> tuple[float, float, float]:
-    """Return bytes of one layer's feed-forward or experts: saved, results of matmuls among
-    them, and gradients in flight."""
-    shape = facts.shape
-    size = candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens
-    tp = candidate.layout.tp
-    experts = shape.experts if kind.shape.sparse else None
-    gated = shape.is_gated or experts is not None
-    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles).gated if gated else 2.0
-    num_projections = 2.0 if gated else 1.0
-    if experts is None:
-        wide = tokens * shape.intermediate_size / tp * size
-        return tensors * wide, num_projections * wide, (num_projections + 1) * wide
-    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and,
-    # unless the experts' rank sums them, in token order.
-    rows = candidate.count_expert_rows(experts.experts_per_token)
-    wide = rows * experts.intermediate_size / tp * size
-    dispatched = rows * shape.hidden_size * size
-    shared = tokens * experts.shared_intermediate_size / tp * size
-    router = tokens * experts.num_experts * 4
-    saved = tensors * (wide + shared) + 2 * dispatched + 2 * router
-    saved += candidate.count_index_bytes(experts) if candidate.has_rows_per_rank else dispatched
-    return (
-        saved,
-        num_projections * (wide + shared) + dispatched,
-        (num_projections + 1) * wide + dispatched,
-    )
