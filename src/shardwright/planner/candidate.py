@@ -228,9 +228,8 @@ class Candidate:
         return self.layout.ep > 1 and self.layout.expert_dispatch == "once_per_rank"
 
     def count_exchanged_rows(self, experts: ExpertShape) -> float:
-        """Count the rows of one micro-batch that the busiest expert-parallel rank receives."""
-        if not self.has_rows_per_rank:
-            return self.count_expert_rows(experts.experts_per_token)
+        """Count the rows of one micro-batch that the busiest expert-parallel rank receives if a
+        token's row is sent once per rank."""
         reached = experts.count_reached_ranks(self.layout.ep)
         return self.micro_batch_tokens * self.expert_load * reached
 
