@@ -18,14 +18,14 @@ NUM_STEPS = 4
 
 
 def read_end(
-    folder: Path, device: torch.device, offload: dict[str, Any], **model: Any
+    folder: Path, device: torch.device, offload: dict[str, Any], *, num_steps: int = NUM_STEPS
 ) -> dict[str, Tensor]:
     """Train and return the tensors of the last checkpoint: weights and moments."""
     folder.mkdir()
-    options = {"max_steps": NUM_STEPS, "sequence_length": 32, "deterministic": True}
-    content = build_content(folder, device, **options) | {"offload": offload} | model
+    options = {"max_steps": num_steps, "sequence_length": 32, "deterministic": True}
+    content = build_content(folder, device, **options) | {"offload": offload}
     train(Recipe.model_validate(content))
-    checkpoint = open_checkpoint(folder / f"run/checkpoints/step-{NUM_STEPS:08d}")
+    checkpoint = open_checkpoint(folder / f"run/checkpoints/step-{num_steps:08d}")
     return {name: read_tensor(checkpoint, name) for name in checkpoint.manifest.tensors}
 
 
@@ -53,9 +53,9 @@ def test_offloaded_states_end_with_the_bits_of_resident_ones(
 def test_an_update_on_the_host_equals_the_devices_within_rounding(
     device: torch.device, tmp_path: Path
 ) -> None:
-    resident = read_end(tmp_path / "resident", device, {})
+    """After one step: later gradients differ by what the weights do."""
+    resident = read_end(tmp_path / "resident", device, {}, num_steps=1)
     section = {"optimizer": "host", "update_on": "host", "buffer_bytes": 65536}
-    found = read_end(tmp_path / "offloaded", device, section)
+    found = read_end(tmp_path / "offloaded", device, section, num_steps=1)
     for name, tensor in resident.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
