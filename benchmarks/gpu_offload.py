@@ -1,4 +1,4 @@
-"""Steps with offloaded states beside the resident step, on one device.
+"""Compare steps with offloaded states to the resident step, on one device.
 
     python -m benchmarks.gpu_offload cuda bf16 config.json 4096 4 RESULT.json
 
