@@ -26,7 +26,7 @@ def read_conditions() -> dict[str, Any]:
         "packages": {
             name: version for name in PACKAGES if (version := _find_version(name)) is not None
         },
-        "shardwright": _find_version("shardwright"),
+        "shardwright": _find_version("shardwright") or "source tree",
         "commit": _describe_commit(),
     }
 

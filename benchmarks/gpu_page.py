@@ -40,6 +40,12 @@ with the optimizer. Curves are of a small model on the text of Python's standard
 4 bits from the weights of the first seed. Final loss is the mean of the last 20 steps, in which
 elements are counted."""
 
+OFFLOAD = """\
+Steps with states in host memory, each variant in a process of its own, on the same weights and
+tokens. Transfers: the longer one of the bytes to and from the device, at the rates of pinned copies
+measured in the same process. Ratio: the step over the longer one of the resident step and the
+transfers; 1 hides the shorter one."""
+
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
 
@@ -63,6 +69,12 @@ def render_page(content: dict[str, Any]) -> str:
         *_render_safely(_render_functions, _find_result(steps, "functions")),
         *_render_safely(_render_low_precision, _find_result(steps, "low precision")),
         *_render_safely(_render_speed, _collect_cases(steps)),
+        *(
+            section
+            for step in steps
+            if step["name"].startswith("offload")
+            for section in _render_safely(_render_offload, step.get("result"))
+        ),
         *(
             section
             for step in profiles
@@ -208,11 +220,17 @@ def _summarise(step: dict[str, Any]) -> str:
         seconds = {
             name: row["seconds"] for name, row in result["steps"].items() if "seconds" in row
         }
-        base = seconds.get("bf16, compiled", seconds["bf16"])
+        base = seconds.get("bf16, compiled") or seconds["bf16"]
         text = "; ".join(
             f"{name} {base / value:.2f}x as fast as bf16"
             for name, value in seconds.items()
             if not name.startswith("bf16")
+        )
+    elif "offload" in result:
+        text = "; ".join(
+            f"{row['name']} {row['ratio']:.2f} of the longer one"
+            for row in result["offload"]
+            if "ratio" in row
         )
     elif "idle_share" in result:
         text = f"{result['step_seconds']:.3g} s a step, {result['idle_share']:.0%} without a kernel"
@@ -314,7 +332,7 @@ def _render_low_precision(result: dict[str, Any]) -> str:
         for product, row in products.items()
     ]
     steps = result["steps"]
-    base = steps.get("bf16, compiled", steps["bf16"]).get("seconds")
+    base = (steps.get("bf16, compiled") or steps.get("bf16", {})).get("seconds")
     timed = [
         (
             name,
@@ -355,6 +373,25 @@ def _render_low_precision(result: dict[str, Any]) -> str:
             *(["\n".join(missing)] if missing else []),
         ]
     )
+
+
+def _render_offload(result: dict[str, Any]) -> str:
+    """Render the steps with offloaded states."""
+    rows = [
+        (
+            row["name"],
+            f"{row['step_seconds']:.4f}",
+            f"{row['transfer_seconds']:.4f}" if "transfer_seconds" in row else "",
+            f"{row['ratio']:.2f}" if "ratio" in row else "",
+            ("yes" if row["has_equal_losses"] else "no") if "has_equal_losses" in row else "",
+            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+        )
+        if "step_seconds" in row
+        else (row["name"], _escape(row["failure"]), "", "", "", "")
+        for row in result["offload"]
+    ]
+    header = ("states", "seconds", "transfers", "ratio", "equal losses", "peak GiB")
+    return "\n\n".join(["## Offload", OFFLOAD, _render_table(header, rows)])
 
 
 def _choose_places(num_steps: int) -> list[int]:

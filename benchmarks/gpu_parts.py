@@ -9,8 +9,8 @@ It uses the Python that is given (PYTHON=...) and downloads nothing; packages th
 come from build/gpu-wheels (`make gpu-wheels`). Each step is a process with its own time limit. Its
 result is written as soon as it ends, so a failing step or a killed part leaves the others. Results
 go to <out>/gpu.json and gpu.md (<out>: $OUT, else build/gpu). Folders <out>/steps of several calls
-may be copied together; `--publish` writes both files again, and to docs/benchmarks. It imports the
-standard library only.
+may be copied together; `--publish` writes both files again, and to docs/benchmarks, with the notes
+of docs/benchmarks/gpu.notes.md. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -389,9 +389,14 @@ def publish(out: Path, steps: Sequence[Step]) -> int:
         print(f"{out / 'steps'} does not exist; run `make gpu` first", file=sys.stderr)
         return 2
     write_results(out, steps)
+    folder = ROOT / "docs/benchmarks"
+    notes = folder / "gpu.notes.md"
+    if notes.is_file():
+        with (out / "gpu.md").open("a") as page:
+            page.write("\n" + notes.read_text())
     for name in ("gpu.json", "gpu.md"):
-        shutil.copyfile(out / name, ROOT / "docs/benchmarks" / name)
-        print(ROOT / "docs/benchmarks" / name)
+        shutil.copyfile(out / name, folder / name)
+        print(folder / name)
     return 0
 
 
