@@ -28,10 +28,10 @@ from shardwright.planner.published.measurements import PublishedRun
 from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.planner.rates.efficiency import Efficiency
 
-PULL = 0.01
+PULL = 0.03
 """Loss of a parameter's distance of one (a factor of e) from the level above. For comparison, a
-source of n rows with a mean error of 5% has 0.05 x sqrt(n). Of 0.01, 0.03 and 0.1, halves of the
-rows predict each other best with this value."""
+source of n rows with a mean error of 5% has 0.05 x sqrt(n). Sources without rows in the fit are
+predicted better with 0.03 to 0.1 than with 0.01, halves of the rows best with 0.01."""
 SMOOTH = 0.03
 """Smaller errors count by their square, so that the last percent of noise is not fitted."""
 UNDER = 1.0

@@ -328,12 +328,14 @@ def test_handoff_time_is_added_per_collective() -> None:
 
 def test_widths_that_do_not_fill_tiles_or_suit_tensor_cores_are_slower() -> None:
     rates = DeviceRates(
-        models.make_cluster(1), replace(IDEAL, uneven_share=0.5, odd_share=0.1), "bf16"
+        models.make_cluster(1),
+        replace(IDEAL, uneven_share=0.5, half_aligned_share=0.3, odd_share=0.1),
+        "bf16",
     )
     assert [
         rates.compute_tile_share(*widths)
-        for widths in ((128, 64), (128, 1800), (108, 128), (1728,))
-    ] == [1.0, 0.5, 0.1, 1.0]
+        for widths in ((128, 64), (128, 7200), (128, 1800), (108, 128), (1728,))
+    ] == [1.0, 0.5, 0.3, 0.1, 1.0]
 
 
 def test_a_window_fills_tiles_like_a_row_of_twice_its_keys() -> None:

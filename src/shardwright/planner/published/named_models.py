@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import log
 from typing import Any
 
 from shardwright.architecture import LayerShape, ModelShape, read_config
@@ -186,7 +187,7 @@ def _build_shape_from_columns(
         has_tied_embeddings = named_sizes.get("tied", style.has_tied_embeddings)
     vocab = _read_integer(row, "vocab")
     layers, hidden = _read_depth_and_width(row)
-    heads = min(_read_integer(row, "heads", max(1, hidden // 128)), hidden)
+    heads = min(_read_integer(row, "heads", _guess_heads(hidden)), hidden)
     kv_heads = _read_integer(row, "kv_heads", heads)
     known_experts, known_top, known_width = named_sizes.get("experts", (0, 2, None))
     num_experts = _read_integer(row, "num_experts", known_experts)
@@ -313,6 +314,15 @@ def _read_num_active_parameters(row: Mapping[str, str]) -> float:
 
 _DEFAULT_SIZES = {"vocab": 51200}
 """Defaults of sizes with little effect: the padded GPT-2 vocabulary."""
+
+
+def _guess_heads(hidden: int) -> int:
+    """Return the number of heads that divides the model width and gives the head size closest to
+    128, which most models have."""
+    return min(
+        (heads for heads in range(1, min(hidden, 1000) + 1) if hidden % heads == 0),
+        key=lambda heads: abs(log(hidden / heads / 128)),
+    )
 
 
 def _read_integer(row: Mapping[str, str], key: str, default: int | None = None) -> int:

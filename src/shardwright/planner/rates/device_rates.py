@@ -84,6 +84,8 @@ class DeviceRates:
             return 1.0
         if any(width % 8 for width in widths):
             return self.efficiency.odd_share
+        if any(width % 16 for width in widths):
+            return self.efficiency.half_aligned_share
         return self.efficiency.uneven_share if any(width % 64 for width in widths) else 1.0
 
     def time_copy(self, num_bytes: float) -> float:

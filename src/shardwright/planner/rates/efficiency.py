@@ -28,6 +28,8 @@ class Efficiency:
     k_half: float = 128.0
     uneven_share: float = 0.9
     """Share of the matmul rate if a width of the matrix is not a multiple of 64: partial tiles."""
+    half_aligned_share: float = 0.9
+    """Share of the matmul rate if a width of the matrix is a multiple of 8, not of 16."""
     odd_share: float = 0.15
     """Share of the matmul rate if a width, or the head size of attention without a fused
     kernel, is not a multiple of 8: tensor cores are not used."""

@@ -86,6 +86,15 @@ def test_a_name_fills_in_missing_columns_and_never_overrides_others(
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "heads", "head_dim"), [(4096, 32, 128), (14400, 120, 120), (509, 1, 509)]
+)
+def test_unstated_heads_divide_the_width(hidden: int, heads: int, head_dim: int) -> None:
+    sizes = {"model_name": "GPT", "layers": "8", "hidden": str(hidden), "vocab": "51200"}
+    shape = build_row_shape(dict.fromkeys(ROW, "") | {"seq_len": "2048"} | sizes)
+    assert (shape.num_heads, shape.head_dim) == (heads, head_dim)
+
+
 def test_an_unknown_model_is_refused() -> None:
     blank = dict.fromkeys(ROW, "")
     with pytest.raises(InputError, match="gives its size"):
