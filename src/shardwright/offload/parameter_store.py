@@ -118,20 +118,9 @@ class DiskParameterStore(ScratchTransfers):
         Raises:
             OffloadFailed: the disk fails.
         """
-        buffer = self._write_buffer
-        filled = 0
-        for piece in pieces:
-            start = 0
-            while start < piece.numel():
-                count = min(buffer.numel() - filled, piece.numel() - start)
-                buffer[filled : filled + count].copy_(piece[start : start + count])
-                start += count
-                filled += count
-                if filled == buffer.numel():
-                    self._write_pages(buffer, position)
-                    position += filled
-                    filled = 0
-        self._write_pages(buffer[: round_to_pages(filled)], position)
+        self._write_buffer.write_pieces(
+            pieces, lambda pages, start: self._write_pages(pages, position + start)
+        )
 
     def read(self, position: int, target: Tensor) -> Wait:
         """Start to read bytes from a page on into `target`, `[N]`; valid after the wait.

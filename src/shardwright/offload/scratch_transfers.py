@@ -1,8 +1,7 @@
 """Transfers between a scratch file on a local disk and the device.
 
 One thread reads and one writes with direct I/O. On a CPU whole pages move without a copy, if the
-memory begins on a page. All else passes through a staging buffer per direction, with CUDA on a
-copy stream of its own.
+memory begins on a page. All else passes through a staging buffer per direction.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import OffloadFailed
-from shardwright.offload.disk_store import advise_large_pages, allocate_buffer
+from shardwright.offload.disk_store import advise_large_pages
+from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.state_buckets import PAGE_BYTES, round_to_pages
 from shardwright.offload.store import TransferCounts
 
@@ -43,11 +43,8 @@ class ScratchTransfers:
         self._disk = disk
         self._device = device
         self._descriptor = -1
-        is_pinned = device.type == "cuda"
-        self._read_buffer = allocate_buffer(buffer_bytes, is_pinned=is_pinned)
-        self._write_buffer = allocate_buffer(buffer_bytes, is_pinned=is_pinned)
-        self._stream_in = torch.cuda.Stream(device) if is_pinned else None
-        self._stream_out = torch.cuda.Stream(device) if is_pinned else None
+        self._read_buffer = StagingBuffer(buffer_bytes, device, f"{thread_name}-read")
+        self._write_buffer = StagingBuffer(buffer_bytes, device, f"{thread_name}-write")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-write")
 
@@ -63,6 +60,8 @@ class ScratchTransfers:
         """Stop the threads; the file then ceases to exist."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
+        self._read_buffer.close()
+        self._write_buffer.close()
         if self._descriptor >= 0:
             self._disk.close(self._descriptor)
             self._descriptor = -1
@@ -99,31 +98,32 @@ class ScratchTransfers:
         for job in pending:
             job.result()
         start_seconds = time.perf_counter()
-        buffer = self._read_buffer
         if self._device.type == "cpu":
             advise_large_pages(target)  # here, because its memory is new for each transfer
         direct = self._select_direct_pages(target)
         self._read_pages(direct, position)
-        self.counts.read_bytes += direct.numel()
-        for start in range(direct.numel(), target.numel(), buffer.numel()):
-            count = min(buffer.numel(), target.numel() - start)
-            self._read_pages(buffer[: round_to_pages(count)], position + start)
-            _copy(target[start : start + count], buffer[:count], self._stream_in, ready)
-            self.counts.read_bytes += count
+        size = self._read_buffer.part_bytes
+        pieces = (
+            (position + start, target[start : start + size])
+            for start in range(direct.numel(), target.numel(), size)
+        )
+        steps = ((partial(self._fill, first, piece), [(0, piece)]) for first, piece in pieces)
+        self._read_buffer.read(steps, ready)
+        self.counts.read_bytes += target.numel()
         self.counts.reading_seconds += time.perf_counter() - start_seconds
 
     def _write(self, position: int, data: Tensor, ready: torch.cuda.Event | None) -> None:
         """Write on the writer thread."""
         start_seconds = time.perf_counter()
-        buffer = self._write_buffer
         direct = self._select_direct_pages(data)
         self._write_pages(direct, position)
-        self.counts.written_bytes += direct.numel()
-        for start in range(direct.numel(), data.numel(), buffer.numel()):
-            count = min(buffer.numel(), data.numel() - start)
-            _copy(buffer[:count], data[start : start + count], self._stream_out, ready)
-            self._write_pages(buffer[: round_to_pages(count)], position + start)
-            self.counts.written_bytes += count
+        first = position + direct.numel()
+        self._write_buffer.write(
+            data[direct.numel() :],
+            lambda part, start: self._write_pages(part, first + start),
+            ready,
+        )
+        self.counts.written_bytes += data.numel()
         self.counts.writing_seconds += time.perf_counter() - start_seconds
 
     def _select_direct_pages(self, memory: Tensor) -> Tensor:
@@ -131,6 +131,10 @@ class ScratchTransfers:
         if self._device.type != "cpu" or memory.data_ptr() % PAGE_BYTES:
             return memory[:0]
         return memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
+
+    def _fill(self, position: int, piece: Tensor, part: Tensor) -> None:
+        """Read the bytes of a piece of memory into a part of the staging buffer."""
+        self._read_pages(part[: round_to_pages(piece.numel())], position)
 
     def _read_pages(self, pages: Tensor, position: int) -> None:
         if pages.numel():
@@ -156,22 +160,3 @@ class ScratchTransfers:
 def _view_bytes(memory: Tensor) -> memoryview:
     """Return a view of memory on a CPU; after `Tensor.numpy` its storage could not be freed."""
     return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr()))
-
-
-def _copy(
-    target: Tensor,
-    source: Tensor,
-    stream: torch.cuda.Stream | None,
-    ready: torch.cuda.Event | None,
-) -> None:
-    """Copy on a store's thread, with CUDA on its own stream; wait until it has ended.
-
-    The thread waits, because it uses the staging buffer again; training does not.
-    """
-    if stream is None or ready is None:
-        target.copy_(source)
-        return
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
-        target.copy_(source, non_blocking=True)
-    stream.synchronize()

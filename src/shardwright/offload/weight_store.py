@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.errors import OffloadFailed
 from shardwright.offload.activation_store import Wait
-from shardwright.offload.disk_store import advise_large_pages, allocate_buffer
+from shardwright.offload.disk_store import advise_large_pages
+from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts
 
@@ -130,7 +132,7 @@ class _FileRange:
 class DiskWeightStore:
     """The model's own files, and a scratch file for what they do not have; only read later.
 
-    A thread reads whole pages with direct I/O into a staging buffer and copies from it.
+    A thread reads whole pages with direct I/O into a staging buffer, whose thread copies from it.
     """
 
     def __init__(
@@ -146,9 +148,7 @@ class DiskWeightStore:
         self._versions: dict[int, tuple[int, int]] = {}
         """Size and time of change of the model's files, by descriptor."""
         self._scratch: int | None = None
-        is_pinned = device.type == "cuda"
-        self._buffer = allocate_buffer(buffer_bytes, is_pinned=is_pinned)
-        self._stream = torch.cuda.Stream(device) if is_pinned else None
+        self._buffer = StagingBuffer(buffer_bytes, device, "weight")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weight-read")
 
     def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> list[_Window]:
@@ -163,7 +163,7 @@ class DiskWeightStore:
             else _FileRange(self._open(part.path), part.position, part.num_bytes, part.target)
             for part in ranges
         ]
-        return _plan_windows(found, self._buffer.numel())
+        return _plan_windows(found, self._buffer.part_bytes)
 
     def _open(self, path: Path) -> int:
         for descriptor, opened in self._paths.items():
@@ -197,29 +197,14 @@ class DiskWeightStore:
             first = self.scratch_bytes
             self.scratch_bytes += -(-part.num_bytes // PAGE_BYTES) * PAGE_BYTES
             self._disk.reserve(self._scratch, self.scratch_bytes)
-            self._write_pieces(self._scratch, first, part.pieces())
+            write = partial(self._write_pages, self._scratch, first)
+            self._buffer.write_pieces(part.pieces(), write)
         except OSError as error:
             raise self._describe(error, self._folder, "written") from error
         return _FileRange(self._scratch, first, part.num_bytes, part.target)
 
-    def _write_pieces(self, descriptor: int, position: int, pieces: Iterable[Tensor]) -> None:
-        """Write consecutive bytes through the staging buffer, whole pages at a time."""
-        size = self._buffer.numel()
-        filled = 0
-        for piece in pieces:
-            start = 0
-            while start < piece.numel():
-                count = min(size - filled, piece.numel() - start)
-                self._buffer[filled : filled + count].copy_(piece[start : start + count])
-                start += count
-                filled += count
-                if filled == size:
-                    self._disk.write_at(descriptor, self._buffer.numpy().data, position)
-                    position += size
-                    filled = 0
-        if filled:
-            num_bytes = -(-filled // PAGE_BYTES) * PAGE_BYTES
-            self._disk.write_at(descriptor, self._buffer[:num_bytes].numpy().data, position)
+    def _write_pages(self, descriptor: int, first: int, pages: Tensor, start: int) -> None:
+        self._disk.write_at(descriptor, pages.numpy().data, first + start)
 
     def read(self, place: list[_Window], target: Tensor) -> Wait:
         """Read on the store's thread, once the kernels that used the memory have ended."""
@@ -240,42 +225,43 @@ class DiskWeightStore:
         start_seconds = time.perf_counter()
         if self._device.type == "cpu":
             advise_large_pages(target)  # here, because its memory is new for each transfer
-        for window in windows:
-            path = self._paths[window.descriptor]
-            data = self._buffer[: window.num_bytes].numpy().data
-            try:
-                self._disk.read_until_end(window.descriptor, data, window.position)
-            except OSError as error:
-                raise self._describe(error, path, "read") from error
-            version = self._versions.get(window.descriptor)
-            if version is not None and version != _read_version(window.descriptor):
-                raise OffloadFailed(
-                    f"offload.parameters: {path} has changed since the run began. The last "
-                    "checkpoint is intact: restore the file and resume"
+        self._buffer.read(
+            (
+                (
+                    partial(self._fill, window),
+                    [
+                        (item.offset, target[item.target :][: item.num_bytes])
+                        for item in window.copies
+                    ],
                 )
-            self._copy(window.copies, target, ready)
+                for window in windows
+            ),
+            ready,
+        )
+        self.counts.read_bytes += sum(
+            item.num_bytes for window in windows for item in window.copies
+        )
         self.counts.reading_seconds += time.perf_counter() - start_seconds
 
-    def _copy(
-        self, copies: Sequence[_Copy], target: Tensor, ready: torch.cuda.Event | None
-    ) -> None:
-        """Copy a window to the device; the thread waits, because the buffer is filled again."""
-        for copy in copies:
-            part = target[copy.target : copy.target + copy.num_bytes]
-            source = self._buffer[copy.offset : copy.offset + copy.num_bytes]
-            self.counts.read_bytes += copy.num_bytes
-            if self._stream is None or ready is None:
-                part.copy_(source)
-                continue
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                part.copy_(source, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+    def _fill(self, window: _Window, part: Tensor) -> None:
+        """Read a window into a part of the staging buffer."""
+        path = self._paths[window.descriptor]
+        data = part[: window.num_bytes].numpy().data
+        try:
+            self._disk.read_until_end(window.descriptor, data, window.position)
+        except OSError as error:
+            raise self._describe(error, path, "read") from error
+        version = self._versions.get(window.descriptor)
+        if version is not None and version != _read_version(window.descriptor):
+            raise OffloadFailed(
+                f"offload.parameters: {path} has changed since the run began. The last "
+                "checkpoint is intact: restore the file and resume"
+            )
 
     def close(self) -> None:
-        """Stop the thread and close all files; the scratch file then ceases to exist."""
+        """Stop the threads and close all files; the scratch file then ceases to exist."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+        self._buffer.close()
         for descriptor in self._paths:
             self._disk.close(descriptor)
         self._paths.clear()

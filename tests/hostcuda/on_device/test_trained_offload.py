@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import RecipeError
-from shardwright.offload import OffloadedOptimizer, ParameterOffload, scratch_transfers
+from shardwright.offload import OffloadedOptimizer, ParameterOffload
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
+from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.store import TransferCounts
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
@@ -129,14 +129,12 @@ def test_copies_that_no_event_orders_are_detected(
 def test_transfers_that_do_not_wait_for_the_computation_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = scratch_transfers._copy
+    original = StagingBuffer._copy
 
-    def copy_without_wait(
-        target: Tensor, source: Tensor, stream: torch.cuda.Stream, _ready: torch.cuda.Event
-    ) -> None:
-        original(target, source, stream, torch.cuda.Event())  # nothing was recorded in it
+    def copy_without_wait(buffer: StagingBuffer, pairs: Any, _ready: torch.cuda.Event) -> None:
+        original(buffer, pairs, torch.cuda.Event())  # nothing was recorded in it
 
-    monkeypatch.setattr(scratch_transfers, "_copy", copy_without_wait)
+    monkeypatch.setattr(StagingBuffer, "_copy", copy_without_wait)
     with pytest.raises(RuntimeError, match="missing event"):
         train(build(tmp_path, "run", ON_DISK))
     device.list_violations()  # those of the interrupted run
