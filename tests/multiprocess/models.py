@@ -5,10 +5,12 @@ The number of ranks does not divide their widths, so that some shards are uneven
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
@@ -95,6 +97,12 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 6,
     "num_nextn_predict_layers": 0,
 }
+
+
+def compute_pruned_mask(narrow: Sequence[tuple[int, int]]) -> Tensor:
+    """Return where a slice of a pruned matrix is zero: every third element of the whole matrix."""
+    rows, columns = (torch.arange(start, start + length) for start, length in narrow)
+    return (rows[:, None] + columns) % 3 == 0
 
 
 def build_recipe(config: dict[str, Any], **changes: Any) -> Recipe:

@@ -32,6 +32,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.products.fp8 import Scaling
+from shardwright.model.products.nf4 import read_packed_slice
 from shardwright.model.products.nvfp4 import TwoLevelMatrix
 from shardwright.model.products.operand import Operand, dequantise
 from shardwright.model.products.scaled_product import LayerDim, ScaledProducts
@@ -40,6 +41,7 @@ from shardwright.numerics import chunked_cross_entropy
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients
+from tests.multiprocess.models import compute_pruned_mask
 
 LENGTH = 128
 NUM_ROWS = 4
@@ -86,7 +88,9 @@ class Cell:
     layout: Layout
     accumulation: int = 1
     recompute: RecomputeKind = "none"
-    has_adapters: bool = False
+    adapters: AdapterSection | None = None
+    is_pruned: bool = False
+    """True if every third element of each matrix is zero."""
     length: int = LENGTH
     """Tokens of a row."""
 
@@ -158,8 +162,8 @@ def build_section(recipe: LowPrecisionRecipe) -> LowPrecisionSection:
 
 def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> ParallelModel:
     shape = read_config(cell.config)
-    if cell.has_adapters:
-        shape = add_adapters(shape, AdapterSection(rank=4))
+    if cell.adapters is not None:
+        shape = add_adapters(shape, cell.adapters)
     with torch.device("meta"):
         decoder = Decoder(
             shape,
@@ -167,6 +171,24 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
             compute_dtype=compute_dtype,
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}
+
+    def read_slice(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        spec = specs[name]
+        if spec.adapter_part is not None:
+            return _make_adapter(spec.shape, narrow)
+        if spec.packed_matrix is not None:
+            return read_packed_slice(
+                spec.packed_matrix,
+                narrow,
+                lambda _, rows: initialise_parameter(
+                    spec.packed_matrix, 3, dtype=torch.float32, narrow=rows
+                ),
+            )
+        values = initialise_parameter(spec, 3, dtype=torch.float64, narrow=narrow)
+        if cell.is_pruned and len(narrow) == 2:
+            values[compute_pruned_mask(narrow)] = 0.0
+        return values
+
     micro = NUM_ROWS // (cell.layout.data_ranks * cell.accumulation)
     batch = BatchPlan(cell.length, micro, cell.accumulation, cell.layout.data_ranks)
     precision = PrecisionSection.of_low_precision(cell.section)
@@ -175,11 +197,7 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
         build_plan(shape, cell.layout, batch, precision, cell.recompute),
         build_mesh(cell.layout, "cpu"),
         torch.device("cpu"),
-        read_slice=lambda name, narrow: (
-            initialise_parameter(specs[name], 3, dtype=torch.float64, narrow=narrow)
-            if specs[name].adapter_part is None
-            else _make_adapter(specs[name].shape, narrow)
-        ),
+        read_slice=read_slice,
     )
 
 
@@ -213,12 +231,17 @@ def run_cell(
     cell: Cell, mutate: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> StepRecord:
     """Compute one step's gradients on this rank."""
+    with mutate():
+        return record_step(cell, build_model(cell))
+
+
+def record_step(cell: Cell, model: ParallelModel) -> StepRecord:
+    """Compute one step's gradients with a model of this cell on this rank."""
     rank = dist.get_rank() if cell.layout.world_size > 1 else 0
     grid = RankGrid(cell.layout)
-    with mutate(), record_operands() as operands:
-        model = build_model(cell)
-        assert model.decoder.rounding_totals is not None
-        model.decoder.rounding_totals.is_counting = True
+    assert model.decoder.rounding_totals is not None
+    model.decoder.rounding_totals.is_counting = True
+    with record_operands() as operands:
         accumulate_gradients(model, read_micro_batches(cell, grid.data_rank(rank)), seed=0, step=0)
         counts = model.decoder.rounding_totals.pop_table(torch.device("cpu"))
     gradients = {name: model.gather_gradient(name) for name in model.layouts}

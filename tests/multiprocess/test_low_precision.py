@@ -15,16 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.architecture import read_recipe_shape
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import FP8Section
+from shardwright.config.training import OptimizerSection
 from shardwright.layout import Layout
 from shardwright.model import hashing
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
+from shardwright.optim import build_optimizer
 from shardwright.parallel import low_precision
 from shardwright.parallel.mesh import Mesh
+from shardwright.parallel.zero_mask import keep_zeros
+from shardwright.training.step import update_parameters
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.verification import VerificationReport, verify
-from tests.multiprocess.models import build_recipe
+from tests.multiprocess.models import build_recipe, compute_pruned_mask
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.scaled_operands import (
     BROAD,
@@ -34,7 +39,9 @@ from tests.multiprocess.scaled_operands import (
     OperandKey,
     StepRecord,
     assemble_rows,
+    build_model,
     build_section,
+    record_step,
     run_cell,
 )
 
@@ -126,10 +133,57 @@ def test_with_recompute(ranks: RankPool, recipe: str, recompute: Any) -> None:
     assert_equals_one_process(ranks, replace(cell, recompute=recompute))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "nvfp4"])
-def test_adapters_over_a_quantised_base(ranks: RankPool, recipe: str) -> None:
-    cell = build_cell(DENSE, recipe, Layout(dp_shard=2, tp=2, zero_stage=2), 1)
-    assert_equals_one_process(ranks, replace(cell, has_adapters=True))
+@pytest.mark.parametrize(("recipe", "quantize"), [("rowwise_with_gw_hp", "nf4"), ("nvfp4", None)])
+def test_adapters_over_a_quantised_base(ranks: RankPool, recipe: str, quantize: Any) -> None:
+    cell = build_cell(DENSE, recipe, Layout(dp_shard=2, tp=2, zero_stage=3), 1)
+    adapters = AdapterSection(rank=4, quantize=quantize)
+    assert_equals_one_process(ranks, replace(cell, adapters=adapters))
+
+
+def train_pruned_model(cell: Cell, rule: Any) -> tuple[list[StepRecord], dict[str, Tensor]]:
+    """Update a pruned model twice; return the records of three steps and the last weights."""
+    model = build_model(replace(cell, is_pruned=True))
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        OptimizerSection(name=rule),
+        learning_rate=0.1,
+        weight_decay=0.1,
+        model=model,
+    )
+    keep_zeros(model, optimizer)
+    records = [record_step(cell, model)]
+    for _ in range(2):
+        update_parameters(model, optimizer, learning_rate=0.02, max_grad_norm=1.0)
+        records.append(record_step(cell, model))
+    return records, {name: model.gather_parameter(name) for name in model.layouts}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "rule"),
+    [
+        ("mxfp8", Layout(dp_shard=2, zero_stage=3), "muon"),
+        pytest.param("rowwise_with_gw_hp", TENSOR, "adamw", marks=pytest.mark.long),
+        pytest.param("nvfp4", Layout(dp_shard=2, zero_stage=2), "muon", marks=pytest.mark.long),
+    ],
+)
+def test_pruned_weights_stay_pruned(
+    ranks: RankPool, recipe: str, layout: Layout, rule: Any
+) -> None:
+    cell = build_cell(DENSE, recipe, layout, 1)
+    single = replace(cell, layout=Layout())
+    ((expected, weights),) = ranks.run(1, train_pruned_model, single, rule)
+    found = ranks.run(2, train_pruned_model, cell, rule)
+    for step, record in enumerate(expected):
+        records = [rank_records[step] for rank_records, _ in found]
+        assert compare(cell, records, assemble_rows(single, [record])) == []
+        for (name, dims, _), operands in record.operands.items():
+            if dims == ("outputs", "inputs"):
+                mask = compute_pruned_mask([(0, size) for size in weights[name].shape])
+                assert not any(operand[mask][:, :5].any() for operand in operands)
+    for weight in weights.values():
+        if weight.ndim == 2:
+            pruned = weight[compute_pruned_mask([(0, size) for size in weight.shape])] == 0.0
+            assert bool(pruned.all())
 
 
 @contextmanager

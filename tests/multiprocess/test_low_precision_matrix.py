@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.layout import Layout
 from tests.multiprocess.pool import RankPool
@@ -67,6 +68,7 @@ SPARSE_LAYOUTS = {
 }
 MICRO_BATCH_LAYOUTS = ("tp-sp", "tp", "1f1b", "zb_h1", "tp-zb_h1")
 """Layouts that recipes support whose scales span all tokens of a micro-batch."""
+PACKED_LAYOUTS = ("zero3", "zero3-tp", "ring-zb_h1")
 ADAPTED_LAYOUTS = ("zero2", "zero3-tp", "tp-sp", "ring", "ulysses", "zb_h1", "ring-zb_h1")
 
 
@@ -95,7 +97,14 @@ def list_cells() -> dict[str, Cell]:
                 cells[f"{recipe}-{name}"] = build_cell("dense", recipe, layout)
         for name in ADAPTED_LAYOUTS if is_invariant else ("tp-sp", "zb_h1"):
             layout = DENSE_LAYOUTS[name]
-            cells[f"{recipe}-lora-{name}"] = build_cell("dense", recipe, layout, has_adapters=True)
+            cell = build_cell("dense", recipe, layout, adapters=AdapterSection(rank=4))
+            cells[f"{recipe}-lora-{name}"] = cell
+        for name in PACKED_LAYOUTS if is_invariant else ():
+            layout = DENSE_LAYOUTS[name]
+            if layout[0].tp == 1 or recipe == "rowwise_with_gw_hp":  # others are refused
+                packed = AdapterSection(rank=4, quantize="nf4")
+                cell = build_cell("dense", recipe, layout, adapters=packed)
+                cells[f"{recipe}-qlora-{name}"] = cell
         for recompute in ("selective", "full"):
             for name in ("tp-sp", "zb_h1"):
                 cell = build_cell("dense", recipe, DENSE_LAYOUTS[name])

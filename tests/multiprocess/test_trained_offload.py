@@ -29,6 +29,9 @@ from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_offload import DENSE, NUM_STEPS, RATE, RULES, SPARSE, build_recipe
 
 DEEP = DENSE | {"num_hidden_layers": 4}
+BROAD = DENSE | {"hidden_size": 256, "head_dim": 128, "intermediate_size": 256}
+BROAD |= {"max_position_embeddings": 128}
+"""Half of each matrix is whole blocks of 128."""
 ACCUMULATED: dict[str, Any] = {
     "sequence_length": 16,
     "micro_batch_size": 1,
@@ -36,6 +39,7 @@ ACCUMULATED: dict[str, Any] = {
     "max_steps": NUM_STEPS,
     "learning_rate": RATE,
 }
+LONG_ROWS = ACCUMULATED | {"sequence_length": 32, "gradient_accumulation_steps": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"recompute": "full"},
     "one rank of zero3": {"layout": {"zero_stage": 3}, "recompute": "selective"},
@@ -62,6 +66,38 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layout": {"dp_shard": 2, "zero_stage": 3},
         "precision": "bf16",
         "recompute": "full",
+    },
+    "zero3 in mxfp8": {
+        "layout": {
+            "dp_shard": 2,
+            "zero_stage": 3,
+            "prefetch_depth": 2,
+            "max_gathers_in_flight": 3,
+        },
+        "precision": {"kind": "fp8", "fp8": {"recipe": "mxfp8", "compute": "fp32"}},
+        "training": LONG_ROWS,
+    },
+    "zero2 in blockwise": {
+        "model": {"config": BROAD},
+        "layout": {"dp_shard": 2, "zero_stage": 2},
+        "precision": {"kind": "fp8", "fp8": {"recipe": "blockwise", "compute": "fp32"}},
+        "recompute": "full",
+        "training": LONG_ROWS | {"sequence_length": 128},
+    },
+    "zero3 in nvfp4": {
+        "layout": {"dp_shard": 2, "zero_stage": 3},
+        "precision": {"kind": "nvfp4", "nvfp4": {"experimental": True, "compute": "fp32"}},
+        "training": LONG_ROWS,
+    },
+    "tp2 in fp8": {"layout": {"tp": 2}, "precision": "fp8", "recompute": "full"},
+    "tp2 x zero3 in fp8": {
+        "model": {"config": SPARSE | {"num_hidden_layers": 3}},
+        "layout": {"tp": 2, "dp_shard": 2, "zero_stage": 3},
+        "precision": "fp8",
+    },
+    "pp2 in tensorwise": {
+        "layout": {"pp": 2},
+        "precision": {"kind": "fp8", "fp8": {"recipe": "tensorwise"}},
     },
     "zero3 by twos": {
         "layout": {
@@ -114,6 +150,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WORLD_SIZES = {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
 WORLD_SIZES |= {"pp2": 2, "pp2 x dp2": 4, "interleaved": 2, "gpipe": 2}
 WORLD_SIZES |= {"zero1": 2, "zero1, accumulated": 2, "zero2": 2, "zero3": 2, "zero3 in bf16": 2}
+WORLD_SIZES |= {"zero3 in mxfp8": 2, "zero2 in blockwise": 2, "zero3 in nvfp4": 2}
+WORLD_SIZES |= {"tp2 in fp8": 2, "tp2 x zero3 in fp8": 4, "pp2 in tensorwise": 2}
 WORLD_SIZES |= {"zero3 by twos": 2, "zero3, frozen": 2, "zero3 over 3": 3, "cp2 x zero2": 2}
 WORLD_SIZES |= {"tp2 x zero3": 4, "ep2 x zero1": 2, "ep2 x zero3": 4}
 WORLD_SIZES |= {"pp2 x zero1": 4, "pp2 x zero3": 4, "interleaved x zero2": 4}
@@ -123,7 +161,7 @@ SHORT = (
     ("sparse", "muon"),
     ("zero0", "adafactor"),
     ("tp2", "muon"),
-    ("zero3", "adafactor"),
+    ("zero3 in mxfp8", "adafactor"),
     ("hsdp", "adamw_8bit"),
 )
 
@@ -131,7 +169,10 @@ SHORT = (
 def train_steps(
     recipe: Recipe, world_size: int
 ) -> tuple[dict[str, Tensor], list[Any], ParameterOffload | None]:
-    """Return this rank's weights and moments, its losses, norms and step counts."""
+    """Return this rank's weights and moments, its losses, norms and step counts.
+
+    The weights have codes of fixed blocks in their gathers if the recipe has such blocks.
+    """
     validated_run = validate_run(recipe, world_size)
     state = build_state(validated_run, torch.device("cpu"))
     model = state.model
@@ -155,6 +196,10 @@ def train_steps(
         assert local is not None
         tensors[name] = local.clone()
     values.append(collect_optimizer_values(state.optimizer))
+    section = plan.precision.low_precision
+    if section is not None and section.recipe in ("mxfp8", "blockwise"):
+        scaled = [getattr(module, "scaled", None) for module in model.decoder.modules()]
+        assert any(products is not None and products.is_gathered_as_codes for products in scaled)
     offload = state.weight_offload
     assert offload is None or isinstance(offload, ParameterOffload)
     if isinstance(state.optimizer, OffloadedOptimizer):

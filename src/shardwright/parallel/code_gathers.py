@@ -72,8 +72,14 @@ def gather_codes(
             info = parameter._module_info
             products: ScaledProducts | None = getattr(info.module, "scaled", None)
             num_shards = parameter.mesh_info.shard_mesh_size
-            # One rank has all of its experts, if every rank has its own.
-            if products is None or info.param_name != "weight" or num_shards == 1:
+            # One rank has all of its experts, if every rank has its own. Packed weights have fewer
+            # bits than codes.
+            if (
+                products is None
+                or info.param_name != "weight"
+                or num_shards == 1
+                or not info.module.weight.is_floating_point()
+            ):
                 continue
             gather = _CodeGather(products, group, parameter)
             shape = tuple(parameter._orig_size)

@@ -164,7 +164,6 @@ class Candidate:
             and not self.is_updated_on_host
             and not self.is_deferring
             and self.optimizer != "sgd"
-            and self.precision not in ("fp8", "nvfp4")
             and self.working_weights is not True
         )
 

@@ -50,11 +50,26 @@ _TEMPORARY_4BIT_BYTES = 17.0
 have theirs, and a byte for which of them these are."""
 
 
-_SPANNING_SCALES: dict[LowPrecisionRecipe, Literal["rows", "tensors"]] = {
-    "tensorwise": "tensors",
-    "rowwise": "rows",
-    "rowwise_with_gw_hp": "rows",
-    "nvfp4": "rows",
+Extent = Literal["rows", "tensors"]
+"""A scale of a whole row or column along the summed dim, or of a tensor."""
+
+
+class SpanningScales(NamedTuple):
+    """Extents of scales that tensor-parallel ranks may share."""
+
+    operands: Extent
+    """Scales of activations and of gradients of outputs."""
+    output: Extent
+    """Scales of a weight in the output."""
+    input_gradient: Extent
+    """Scales of a weight in the input gradient."""
+
+
+_SPANNING_SCALES: dict[LowPrecisionRecipe, SpanningScales] = {
+    "tensorwise": SpanningScales("tensors", "tensors", "tensors"),
+    "rowwise": SpanningScales("rows", "rows", "rows"),
+    "rowwise_with_gw_hp": SpanningScales("rows", "rows", "tensors"),
+    "nvfp4": SpanningScales("rows", "tensors", "tensors"),
 }
 _SINCE_BLACKWELL = ("Blackwell", "Blackwell Ultra", "RTX Blackwell")
 _SINCE_HOPPER = ("Hopper", *_SINCE_BLACKWELL)
@@ -127,8 +142,8 @@ class ScaledShares:
     """Gradients of all weights are multiplied in bf16."""
     has_4bit_operands: bool = False
     """Operands have 4 bits (`nvfp4`), not 8."""
-    spanning: Literal["nothing", "rows", "tensors"] = "nothing"
-    """Extent of a scale that tensor-parallel ranks may share: a row or column, or a tensor."""
+    spanning: SpanningScales | None = None
+    """None if all scales are of blocks of a fixed size."""
     has_stochastic_gradients: bool = False
     """Gradients of outputs are rounded stochastically."""
     code_gathers: CodeGathers | None = None
@@ -247,7 +262,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         shares["experts"],
         section.recipe in ("rowwise_with_gw_hp", "nvfp4"),
         section.kind == "nvfp4",
-        _SPANNING_SCALES.get(section.recipe, "nothing"),
+        _SPANNING_SCALES.get(section.recipe),
         isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
         _build_code_gathers(shape, section, totals),
     )

@@ -57,6 +57,13 @@ LONG_CASES: list[Case] = [
     ("qwen3_moe", "rowwise_with_gw_hp", ZERO_3, "none"),
     ("qwen3_moe", "blockwise", ZERO_1, "selective"),
 ]
+OFFLOADED_CASES: list[Case] = [
+    ("llama", "blockwise", ZERO_3, "none"),
+    ("llama", "mxfp8", ZERO_3, "none"),
+    ("llama", "rowwise", TENSOR, "full"),
+    ("llama", "nvfp4", ZERO_1, "selective"),
+]
+OFFLOAD = {"parameters": "host", "optimizer": "host", "buffer_bytes": 2**20}
 
 
 def build_precision(name: str) -> dict[str, Any]:
@@ -68,8 +75,12 @@ def build_precision(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "layout", "recompute"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
+    ("family", "precision", "layout", "recompute", "offload"),
+    [
+        *((*case, {}) for case in CASES),
+        *(pytest.param(*case, {}, marks=pytest.mark.long) for case in LONG_CASES),
+        *(pytest.param(*case, OFFLOAD, marks=pytest.mark.long) for case in OFFLOADED_CASES),
+    ],
     ids=str,
 )
 def test_the_planner_predicts_the_peak_of_a_rehearsal(
@@ -77,6 +88,7 @@ def test_the_planner_predicts_the_peak_of_a_rehearsal(
     precision: str,
     layout: Layout,
     recompute: RecomputeKind,
+    offload: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capability = (10, 0) if precision in ("mxfp8", "nvfp4") else (9, 0)
@@ -89,6 +101,7 @@ def test_the_planner_predicts_the_peak_of_a_rehearsal(
     recipe = make_recipe(
         family,
         precision=build_precision(precision),
+        offload=offload,
         model={"config": config, "loss_chunk_tokens": 128},
         training=training | {"learning_rate": 1e-3, "max_steps": 1},
     )

@@ -131,7 +131,8 @@ CASES = {
     "zero3": Case(Layout(dp_shard=2, zero_stage=3)),
     "experts": Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe"),
     "prefetch": Case(
-        Layout(dp_shard=2, zero_stage=3, prefetch_depth=2, max_gathers_in_flight=3), kind="bf16"
+        Layout(dp_shard=2, zero_stage=3, prefetch_depth=2, max_gathers_in_flight=3),
+        sections={"precision": {"kind": "fp8", "fp8": {"recipe": "mxfp8", "emulate": True}}},
     ),
 }
 

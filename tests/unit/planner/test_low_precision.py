@@ -28,6 +28,7 @@ from shardwright.planner.low_precision import (
     STOCHASTIC_BYTES,
     CodeGathers,
     ScaledShares,
+    SpanningScales,
     build_scaled_shares,
     explain_missing_kernels,
 )
@@ -53,6 +54,7 @@ LLAMA = WIDE | {
 H100 = parse_cluster("8xH100-80GB")
 B200 = parse_cluster("8xB200")
 NVFP4 = NVFP4Section(experimental=True)
+ROWS = SpanningScales("rows", "rows", "tensors")
 
 
 def make_candidate(config: dict[str, Any], **section: Any) -> Candidate:
@@ -67,14 +69,14 @@ def test_shares_follow_targets_and_exclusions() -> None:
         return build_scaled_shares(shape, FP8Section(**section))
 
     rows = partial(CodeGathers, "rowwise_with_gw_hp")
-    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning="rows", code_gathers=rows(1.0))
+    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning=ROWS, code_gathers=rows(1.0))
     gated = build(recipe="mxfp8", targets=("mlp",))
     assert gated is not None
     assert gated.code_gathers is not None
     assert 0.5 < gated.code_gathers.share < 1.0
     assert replace(gated, code_gathers=None) == ScaledShares(0.0, 1.0, 0.0, False)
     half = build(exclude=("model.layers.0.*",))
-    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning="rows", code_gathers=rows(0.5))
+    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning=ROWS, code_gathers=rows(0.5))
     thirds = build(exclude=("*.down_proj.weight",))
     assert thirds is not None
     assert thirds.mlp == pytest.approx(2 / 3)
@@ -241,7 +243,8 @@ def test_temporary_memory_is_that_of_all_local_experts(num_ranks: int) -> None:
 
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
-    plain = ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning="rows")
+    spanning = SpanningScales("rows", "tensors", "tensors")
+    plain = ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning=spanning)
     plain = replace(plain, code_gathers=CodeGathers("nvfp4", 1.0))
     assert shares == replace(plain, has_stochastic_gradients=True)
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)

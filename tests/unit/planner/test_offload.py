@@ -358,7 +358,6 @@ def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -
 REFUSED: tuple[dict[str, Any], ...] = (
     {"layout": Layout(pp=2, schedule="zb_h1")},
     {"optimizer": "sgd"},
-    {"precision": "fp8"},
     {"working_weights": True},
     {"offload": "none"},
     {"is_updated_on_host": True},
@@ -377,6 +376,7 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     assert is_allowed is not None
     assert is_allowed(template)
     assert is_allowed(replace(template, layout=Layout(pp=2)))
+    assert is_allowed(replace(template, precision="fp8"))
     assert is_allowed(replace(template, layout=Layout(dp_shard=2, zero_stage=1)))
     assert not is_allowed(replace(template, **change))
 

@@ -165,7 +165,6 @@ def test_weights_are_read_and_compared_by_name(tmp_path: Path) -> None:
     [
         ({"parameters": "disk"}, {}, 1, "return for the update with the moments"),
         (DISK, {"layout": {"pp": 2, "schedule": "zb_h1"}}, 2, "zb_h1 defers weight gradients"),
-        (DISK, {"precision": "fp8"}, 1, "products of quantised operands"),
     ],
 )
 def test_unsupported_runs_are_refused_with_a_remedy(

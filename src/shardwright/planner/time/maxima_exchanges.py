@@ -6,7 +6,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.memory_traffic import list_matmuls
+from shardwright.planner.time.memory_traffic import compute_local_sides, list_matmuls
 
 
 def compute_maxima_seconds(
@@ -30,7 +30,7 @@ def list_maxima_exchanges(
     """List the exchanges of maxima of a layer and micro-batch, forward and backward.
 
     Recomputation repeats none. Maxima of weights are one exchange of a stage per step, of which a
-    layer and a micro-batch have their share; two scales per weight are counted.
+    layer and a micro-batch have their share; of offloaded weights, one in each product.
 
     Returns:
         For each exchange, the share of it, and its bytes.
@@ -38,23 +38,34 @@ def list_maxima_exchanges(
     shares = candidate.quantised_shares
     forward: list[tuple[float, float]] = []
     backward: list[tuple[float, float]] = []
-    if shares is None or shares.spanning == "nothing" or candidate.layout.tp == 1:
+    if shares is None or shares.spanning is None or candidate.layout.tp == 1:
         return forward, backward
+    spanning = shares.spanning
+    output_weights: list[tuple[float, float]] = []
+    gradient_weights: list[tuple[float, float]] = []
     for product, rows in list_matmuls(facts, kind, candidate):
-        share = shares.get_share(product.role)
-        rows *= facts.count_local_matrices(kind, product, candidate.layout.ep)
-        size = 4.0 * (rows if shares.spanning == "rows" else 1.0)
-        if product.sharding in ("columns", "expert_columns"):
-            backward.append((share, size))
-        elif product.sharding in ("rows", "expert_rows"):
-            forward.append((share, size))
-        else:
+        is_columns = product.sharding in ("columns", "expert_columns")
+        if not is_columns and product.sharding not in ("rows", "expert_rows"):
             continue
-        if shares.spanning == "tensors" and candidate.adapter is None:
+        share = shares.get_share(product.role)
+        num_matrices = facts.count_local_matrices(kind, product, candidate.layout.ep)
+        size = 4.0 * (rows * num_matrices if spanning.operands == "rows" else 1.0)
+        (backward if is_columns else forward).append((share, size))
+        if spanning.operands == "tensors" and candidate.adapter is None:
             backward.append((shares.get_weight_gradient_share(product.role), size))
+        num_out, num_in = compute_local_sides(product, candidate)
+        if spanning.output == "tensors" or not is_columns:
+            num_scales = 1.0 if spanning.output == "tensors" else num_out
+            output_weights.append((share, 4.0 * num_scales * num_matrices))
+        if spanning.input_gradient == "tensors" or is_columns:
+            num_scales = 1.0 if spanning.input_gradient == "tensors" else num_in
+            gradient_weights.append((share, 4.0 * num_scales * num_matrices))
+    if candidate.parameter_offload != "none":
+        return forward + output_weights, backward + gradient_weights
     num_layers = facts.shape.num_layers / candidate.layout.pp
     num_passes = num_layers * candidate.gradient_accumulation_steps
-    forward.append((1.0 / num_passes, 8.0 * (len(forward) + len(backward)) * num_layers))
+    size = sum(share * size for share, size in output_weights + gradient_weights)
+    forward.append((1.0 / num_passes, size * num_layers))
     return forward, backward
 
 

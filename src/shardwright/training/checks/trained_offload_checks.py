@@ -17,7 +17,6 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
     """
     layout = plan.layout
     uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
-    has_quantised_products = plan.precision.low_precision is not None
     refusals = (
         (
             recipe.offload.optimizer == "none",
@@ -43,12 +42,6 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "block's weights have left",
             "none with this schedule without adapters",
             "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
-        ),
-        (
-            has_quantised_products,
-            "products of quantised operands cannot read trained weights from a slower tier",
-            "none in this precision without adapters",
-            "Use precision: bf16",
         ),
         (
             recipe.model.keep_zeros,
