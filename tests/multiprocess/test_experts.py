@@ -31,6 +31,8 @@ PLAIN = VerificationCase(1, "none", documents=False)
 LOSSES = VerificationCase(2, "full", router_losses=True)
 CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=0.8)
 IDLE = VerificationCase(1, "full", router_losses=True, idle_experts=True)
+PADDED: dict[str, Any] = {"expert_dispatch": "padded", "expert_row_limit": 8.0}
+CROWDED: dict[str, Any] = {"expert_dispatch": "padded", "expert_row_limit": 1.0}
 
 
 def verify_layout(
@@ -97,6 +99,16 @@ def list_failures(report: VerificationReport) -> list[Any]:
         (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
         (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="halves", zero_stage=2), IDLE),
+        # the same number of rows for every rank; with a low limit steps are repeated
+        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1, **PADDED), CAPACITY),
+        (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3, **PADDED), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, tp=2, zero_stage=2, **CROWDED), CAPACITY),
+        (
+            MIXTRAL,
+            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1", **CROWDED),
+            VerificationCase(4, "full", router_losses=True),
+        ),
+        (GPT_OSS, Layout(cp=2, ep=2, cp_method="ring", **CROWDED), IDLE),
         # context parallelism
         (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
         (DEEPSEEK, Layout(cp=2, ep=2, expert_dispatch="halves", cp_method="ring"), LOSSES),

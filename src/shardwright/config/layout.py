@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
 
@@ -36,11 +36,16 @@ class LayoutSection(RecipeSection):
     communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
-    expert_dispatch: Literal["whole", "halves", "auto"] = "whole"
+    expert_dispatch: Literal["whole", "halves", "padded", "auto"] = "whole"
     """Order of exchanges and experts under `ep`. `whole`: all rows are sent to their experts,
     computed and returned. `halves`: one half of the tokens' rows are sent while the experts
-    compute the other. `auto`: the one with the shorter predicted step, for the recipe's cluster or
-    this machine's GPUs; `whole` without either."""
+    compute the other. `padded`: as `whole`, with the same number of rows for every rank, so that
+    the host does not wait for their numbers; a step with more rows is repeated without padding.
+    `auto`: the one with the shorter predicted step, for the recipe's cluster or this machine's
+    GPUs; `whole` without either."""
+    expert_row_limit: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.25
+    """With `expert_dispatch: padded`: limit of the rows that a rank sends to each other rank, as a
+    multiple of the even share. Raised during a run in which steps are repeated."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
     keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""

@@ -27,6 +27,7 @@ from shardwright.model.parallel_hooks import (
 from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
 from shardwright.model.products.product import ProductRule, multiply_by_expert
+from shardwright.model.products.row_places import RowPlaces, place_rows, take_rows
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
 from shardwright.model.result_names import name_results
@@ -112,7 +113,13 @@ class ExpertStack(nn.Module):
         )
 
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
-        """Multiply each row by its expert's matrix, `[M, out]`."""
+        """Multiply each row by its expert's matrix, `[M, out]`.
+
+        If `counts_E` has one more entry, it is the number of rows of padding, which come last.
+        Their results are undefined.
+        """
+        counts_with_padding = counts_E
+        counts_E = counts_E[: self.weight.shape[0]]
         rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
         with name_results("experts"):
             out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule, self.working_weight)
@@ -128,7 +135,11 @@ class ExpertStack(nn.Module):
         if self.bias is None:
             return out_MF
         bias_EF = self.bias.to(x_MD.dtype)
-        bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
+        num_padded = counts_with_padding.shape[0] - counts_E.shape[0]
+        if num_padded:
+            # The gradients of padding are undefined, so they are summed in a row of their own.
+            bias_EF = F.pad(bias_EF, (0, 0, 0, num_padded))
+        bias_MF = bias_EF.repeat_interleave(counts_with_padding, dim=0, output_size=x_MD.shape[0])
         return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
 
 
@@ -233,6 +244,10 @@ class MixtureOfExperts(nn.Module):
         `overlapped_compute` runs during the communication of expert parallelism.
         """
         hooks = self.parallel_hooks.expert
+        if hooks is not None and routing.places is not None:
+            return self._exchange_padded_rows(
+                x_ND, routing.weights_NK, routing.places, hooks, overlapped_compute
+            )
         if hooks is not None and hooks.degree > 1:
             return self._exchange_rows(x_ND, routing, hooks, overlapped_compute)
         (part,) = self._split_tokens(x_ND, routing, 1)
@@ -276,6 +291,26 @@ class MixtureOfExperts(nn.Module):
         sums = list(map(_sum_choices, parts, slots, results))
         return sums[0] if len(sums) == 1 else torch.cat(sums), overlapped
 
+    def _exchange_padded_rows(
+        self,
+        x_ND: Tensor,
+        weights_NK: Tensor,
+        places: RowPlaces,
+        hooks: ExpertParallelHooks,
+        overlapped_compute: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do the same with as many rows for each rank, so that the host reads no numbers."""
+        choices_X, places_M, counts_Pe, _ = places
+        rows_XD = take_rows(x_ND, choices_X, places_M, weights_NK.shape[1])
+        finish = hooks.start_dispatch(rows_XD, hooks.exchange_padded_counts(counts_Pe))
+        overlapped = None if overlapped_compute is None else overlapped_compute()
+        dispatched = finish()
+        out_XD = self.experts(dispatched.rows_RD, dispatched.counts_e)
+        returned_XD = hooks.start_combine(out_XD, dispatched)()
+        out_MD = take_rows(returned_XD, places_M, choices_X, 1)
+        out_NKD = out_MD.unflatten(0, tuple(weights_NK.shape))
+        return (weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
+
     def _split_tokens(self, x_ND: Tensor, routing: Routing, num_parts: int) -> list[_TokenPart]:
         """Split the tokens into parts whose sizes differ by at most one."""
         wholes = (x_ND, routing.weights_NK, routing.experts_NK)
@@ -310,7 +345,7 @@ class MixtureOfExperts(nn.Module):
             weights_NK = add_to_gradient(
                 weights_NK, loss, training.row_weight * (share / training.num_sparse_layers)
             )
-        tokens_E = count_tokens(experts_NK, self.shape.num_experts)
+        tokens_E = counts_E = count_tokens(experts_NK, self.shape.num_experts)
         num_dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
             dropped_NK = ~self._mask_within_capacity(
@@ -319,13 +354,23 @@ class MixtureOfExperts(nn.Module):
             experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
+            counts_E = count_tokens(experts_NK, self.shape.num_experts)
+        places: RowPlaces | None = None
+        hooks = self.parallel_hooks.expert
+        if hooks is not None and hooks.rows_per_rank is not None:
+            places = place_rows(experts_NK, counts_E, hooks.degree, hooks.rows_per_rank)
         return Routing(
             experts_NK,
             weights_NK,
             has_drops=rules.capacity_factor is not None,
             statistics=RouterStatistics(
-                tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
+                tokens_E,
+                num_dropped,
+                balance_loss.detach(),
+                z_loss.detach(),
+                tokens_E.new_zeros(()) if places is None else places.num_beyond_limit,
             ),
+            places=places,
         )
 
     def _compute_router_losses(

@@ -73,7 +73,10 @@ class ContextParallelHooks(Protocol):
 
 
 class DispatchedTokens(Protocol):
-    """Rows at the ranks of their experts, and the rows of each expert there."""
+    """Rows at the ranks of their experts, and the rows of each expert there.
+
+    After a padded exchange `counts_e` has one more entry, for the padding.
+    """
 
     rows_RD: Tensor
     counts_e: Tensor
@@ -93,6 +96,14 @@ class ExpertParallelHooks(Protocol):
     num_parts: int
     num_row_ranks: int
     loss_share: float
+    rows_per_rank: int | None
+    """Rows that are exchanged with each rank in training, padding included. None: exactly those
+    that there are."""
+
+    def exchange_padded_counts(self, counts_Pe: Tensor) -> Any:
+        """Exchange the numbers of rows of padded exchanges, `RowPlaces.counts_Pe`, which
+        `start_dispatch` needs; the host does not wait."""
+        ...
 
     def exchange_counts(self, counts_HE: Tensor, num_choices: Sequence[int]) -> Sequence[Any]:
         """Exchange each part's numbers of rows of each expert, which `start_dispatch` needs.

@@ -58,7 +58,6 @@ from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
-from shardwright.parallel.expert_parallel import build_token_dispatcher
 from shardwright.parallel.fsdp import EarlyGathers, apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
@@ -70,6 +69,7 @@ from shardwright.parallel.offloaded_weights import (
     drop_zero_shards,
     find_shard_groups,
 )
+from shardwright.parallel.padded_dispatch import build_expert_hooks
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
@@ -131,7 +131,7 @@ def apply_layout(
     decoder.install_parallel_hooks(
         ParallelHooks(
             context=build_context_parallel(plan.placement, mesh),
-            expert=build_token_dispatcher(decoder.shape, layout, mesh),
+            expert=build_expert_hooks(plan, mesh),
             tensor=build_tensor_parallel(layout, mesh),
         )
     )

@@ -104,6 +104,8 @@ class TokenDispatcher:
     With one such rank only statistics are exchanged, between the ranks that share a row.
     """
 
+    rows_per_rank: int | None = None
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -119,6 +121,10 @@ class TokenDispatcher:
         self.num_parts = num_parts
         self.num_row_ranks = 1 if row_group is None else row_group.size()
         self.loss_share = 1.0 / tensor_degree
+
+    def exchange_padded_counts(self, counts_Pe: Tensor) -> ExchangedCounts | TracedCounts:
+        """Not called: these exchanges are exact."""
+        raise NotImplementedError
 
     def exchange_counts(
         self, counts_HE: Tensor, num_choices: Sequence[int]

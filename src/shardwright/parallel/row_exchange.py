@@ -96,6 +96,11 @@ def register_group(group: dist.ProcessGroup) -> str:
     return name
 
 
+def get_group(name: str) -> dist.ProcessGroup:
+    """Return a registered group."""
+    return _groups_by_name[name]
+
+
 @dataclass(frozen=True)
 class TracedCounts:
     """Numbers of rows of an exchange in compiled code.

@@ -23,6 +23,7 @@ from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.padded_dispatch import find_padded_dispatcher
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
@@ -204,7 +205,7 @@ def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int
             for data_rank in data_ranks
             for micro_batch in read_step_micro_batches(data, data.order, batch, step, data_rank)
         ]
-        loss = accumulate_gradients(model, micro_batches, seed=problem.seed, step=step)
+        loss = _accumulate(model, micro_batches, seed=problem.seed, step=step)
         update_parameters(
             model, optimizer, learning_rate=rate, max_grad_norm=1.0, router_table=loss.router_table
         )
@@ -290,7 +291,7 @@ def _verify_exceptional_steps(
         )
         for batch in _read_micro_batches(problem, plan, 0)
     ]
-    loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
+    loss = _accumulate(model, unsupervised, seed=problem.seed, step=0)
     empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
     errors = [
         loss.mean() != 0.0,
@@ -360,10 +361,30 @@ def accumulate_step(
     loss_scale: float = 1.0,
 ) -> StepLoss:
     """Compute the gradients of a step on this rank's rows."""
-    return accumulate_gradients(
+    return _accumulate(
         model,
         _read_micro_batches(problem, plan, step),
         seed=problem.seed,
         step=step,
         loss_scale=loss_scale,
     )
+
+
+def _accumulate(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    seed: int,
+    step: int,
+    loss_scale: float = 1.0,
+) -> StepLoss:
+    """Compute the gradients of a step, again with exact exchanges if padded ones omit rows."""
+    options: dict[str, Any] = {"seed": seed, "step": step, "loss_scale": loss_scale}
+    loss = accumulate_gradients(model, micro_batches, **options)
+    dispatcher = find_padded_dispatcher(model.decoder)
+    if dispatcher is None or loss.rows_beyond_limit is None or not loss.rows_beyond_limit:
+        return loss
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    with dispatcher.exchange_exactly():
+        return accumulate_gradients(model, micro_batches, **options)

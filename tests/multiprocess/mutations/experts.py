@@ -224,9 +224,8 @@ def update_balance_biases_per_rank() -> Iterator[None]:
         yield
 
 
-def _pop_own_router_table(model: ParallelModel) -> Tensor | None:
+def _pop_own_router_table(model: ParallelModel) -> tuple[Tensor, None]:
     shape = model.decoder.shape
     assert shape.experts is not None
-    return model.decoder.router_totals.pop_table(
-        shape.num_layers, shape.experts.num_experts, model.device
-    )
+    totals = model.decoder.router_totals
+    return totals.pop_table(shape.num_layers, shape.experts.num_experts, model.device), None
