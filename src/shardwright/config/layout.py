@@ -41,8 +41,8 @@ class LayoutSection(RecipeSection):
     computed and returned. `halves`: one half of the tokens' rows are sent while the experts
     compute the other. `padded`: as `whole`, with the same number of rows for every rank, so that
     the host does not wait for their numbers; a step with more rows is repeated without padding.
-    `auto`: the one with the shorter predicted step, for the recipe's cluster or this machine's
-    GPUs; `whole` without either."""
+    `auto`: the one of `whole` and `halves` with the shorter predicted step, for the recipe's
+    cluster or this machine's GPUs; `whole` without either."""
     expert_row_limit: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.25
     """With `expert_dispatch: padded`: limit of the rows that a rank sends to each other rank, as a
     multiple of the even share. Raised during a run in which steps are repeated."""

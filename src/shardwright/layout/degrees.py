@@ -197,9 +197,9 @@ def _check_expert_dispatch(section: LayoutSection) -> None:
             remedy="Remove it, or set ep",
         )
     has_limit = section.expert_row_limit != LayoutSection.model_fields["expert_row_limit"].default
-    if has_limit and section.expert_dispatch not in ("padded", "auto"):
+    if has_limit and section.expert_dispatch != "padded":
         raise LayoutError(
-            f"expert_dispatch {section.expert_dispatch} sends exactly the rows that there are",
+            f"expert_dispatch {section.expert_dispatch} has no limit of rows",
             field="layout.expert_row_limit",
             got=section.expert_row_limit,
             remedy="Remove it, or set layout.expert_dispatch: padded",

@@ -216,6 +216,13 @@ class Candidate:
         its own tokens had the loads of all."""
         return self.micro_batch_tokens * experts_per_token * self.expert_load
 
+    def count_sent_rows(self, experts_per_token: int) -> float:
+        """Count the same rows with those of padding, which are sent and stored but not computed."""
+        padded = self.layout.ep > 1 and self.layout.expert_dispatch == "padded"
+        even = self.micro_batch_tokens * experts_per_token
+        rows = self.count_expert_rows(experts_per_token)
+        return max(rows, even * self.layout.expert_row_limit) if padded else rows
+
     @property
     def is_sharded(self) -> bool:
         """True if ZeRO shards parameters or states over more than one rank."""

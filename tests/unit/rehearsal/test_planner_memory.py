@@ -132,6 +132,12 @@ CASES = [
         recompute="selective",
         tolerance=0.01,
     ),
+    Case(
+        "qwen3_moe",
+        Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="padded"),
+        recompute="full",
+        tolerance=0.02,
+    ),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),

@@ -92,6 +92,7 @@ def get_layer_activations(
         layout.sequence_parallel,
         layout.async_tensor_parallel,
         candidate.num_expert_parts,
+        layout.expert_dispatch == "padded" and layout.expert_row_limit,
         layout.cp_method,
         candidate.micro_batch_size,
         candidate.sequence_length,
@@ -293,7 +294,7 @@ def build_block_tensors(
     rows = float(tokens)
     width = float(shape.intermediate_size)
     if experts is not None:
-        rows = candidate.count_expert_rows(experts.experts_per_token)
+        rows = candidate.count_sent_rows(experts.experts_per_token)
         width = float(experts.intermediate_size)
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
@@ -436,7 +437,7 @@ def _compute_feed_forward_bytes(
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
     # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and
     # in token order.
-    rows = candidate.count_expert_rows(experts.experts_per_token)
+    rows = candidate.count_sent_rows(experts.experts_per_token)
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size

@@ -287,7 +287,8 @@ def _compute_expert_seconds(
         return 0.0
     group = StridedGroup(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens * candidate.expert_load / spread
+    tokens = candidate.count_sent_rows(experts.experts_per_token) / experts.experts_per_token
+    tokens /= spread
     sequence_group = groups["tp"] if candidate.layout.sequence_parallel and spread == 1 else None
     return candidate.engine.time_expert_exchange(
         network, group, experts, tokens, per_row, sequence_group
