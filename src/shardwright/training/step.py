@@ -361,10 +361,16 @@ def update_parameters(
         scaler: Loss scaler of fp16, whose scale the gradients still contain.
         router_table: `StepLoss.router_table`, for the update of the balance biases.
         rows_beyond_limit: `StepLoss.rows_beyond_limit`. Unless it is 0, gradients are dropped and
-            nothing else changes.
+            nothing else changes. Required while exchanges are padded.
         read_along: Tensors to read in the same copy as the norm.
         times: Receives the mark of the optimizer.
+
+    Raises:
+        ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
     """
+    dispatcher = find_padded_dispatcher(model.decoder)
+    if dispatcher is not None and dispatcher.rows_per_rank and rows_beyond_limit is None:
+        raise ValueError("rows_beyond_limit: None; pass StepLoss.rows_beyond_limit")
     loss_scale = 1.0 if scaler is None else scaler.scale
     norm = (
         compute_global_norm(

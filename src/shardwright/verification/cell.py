@@ -113,6 +113,7 @@ def _verify_sgd(
             learning_rate=SGD_LEARNING_RATE,
             max_grad_norm=None,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
         losses.append(loss.mean())
         norms.append(result.gradient_norm)
@@ -154,6 +155,7 @@ def _verify_adamw(
             max_grad_norm=limit,
             scaler=scaler,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
         norms.append(result.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
@@ -207,7 +209,12 @@ def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int
         ]
         loss = _accumulate(model, micro_batches, seed=problem.seed, step=step)
         update_parameters(
-            model, optimizer, learning_rate=rate, max_grad_norm=1.0, router_table=loss.router_table
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=1.0,
+            router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
     model.invalidate_weights()
     return model
@@ -243,10 +250,16 @@ def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[Com
     optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
     single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
     for step, rate in enumerate(LEARNING_RATES):
-        accumulate_step(problem, plan, model, step)
+        loss = accumulate_step(problem, plan, model, step)
         for name, parameter in single.named_parameters():
             parameter.grad = model.gather_gradient(name)
-        update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
+        update_parameters(
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=None,
+            rows_beyond_limit=loss.rows_beyond_limit,
+        )
         set_learning_rate(single_optimizer, rate)
         single_optimizer.step()
     model.invalidate_weights()
@@ -267,10 +280,16 @@ def _verify_exceptional_steps(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp"])
-    accumulate_step(
+    loss = accumulate_step(
         problem, plan, model, 0, loss_scale=math.inf if get_rank(plan.layout) in inf_ranks else 1.0
     )
-    skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    skipped_update = update_parameters(
+        model,
+        optimizer,
+        learning_rate=1.0,
+        max_grad_norm=1.0,
+        rows_beyond_limit=loss.rows_beyond_limit,
+    )
     errors = [
         not skipped_update.is_skipped,
         math.isfinite(skipped_update.gradient_norm),
@@ -292,7 +311,13 @@ def _verify_exceptional_steps(
         for batch in _read_micro_batches(problem, plan, 0)
     ]
     loss = _accumulate(model, unsupervised, seed=problem.seed, step=0)
-    empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    empty_update = update_parameters(
+        model,
+        optimizer,
+        learning_rate=1.0,
+        max_grad_norm=1.0,
+        rows_beyond_limit=loss.rows_beyond_limit,
+    )
     errors = [
         loss.mean() != 0.0,
         empty_update.is_skipped,
