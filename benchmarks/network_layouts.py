@@ -83,7 +83,9 @@ Two CPU ranks of one thread, on one core each, in network namespaces whose link 
 delay in each direction. A Llama of {CONFIG["num_hidden_layers"]} layers and width
 {CONFIG["hidden_size"]} in fp32, {GLOBAL_BATCH} rows of {TOKENS} tokens a step. Rates:
 `doctor --calibrate` on the same network, right before, with one layout (ZeRO-3). Measured: the
-fastest of a few steps, as for the rates. `python -m benchmarks.network_layouts` makes this page
+fastest of a few steps, as for the rates. Ranks have real-time priority (`chrt -f 10`): other
+processes, however low their priority, would take a core from a rank that waits
+([why](../decisions/0185-idle-cores.md)). `python -m benchmarks.network_layouts` makes this page
 ([why predictions have this form](../decisions/0142-slow-links.md)).
 
 {{tables}}

@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shardwright.config.offload import BUCKETS_PER_BUFFER
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.parameter_store import DiskParameterStore
 from shardwright.offload.state_buckets import OffloadedParameter, partition_state
+from shardwright.offload.weight_store import DiskWeightStore, WrittenRange
 from shardwright.optim.sharded_optimizer import StateSpec
 
 _BUFFER_BYTES = 64 * 2**20
@@ -63,6 +64,7 @@ def measure_round(folder: Path) -> dict[str, Any]:
     """Measure bytes per second of each kind of transfer, by fio and then by the stores."""
     both, fio_both = _measure_between(folder, lambda: swap_moments(folder), ("read", "write"))
     read, fio_read = _measure_between(folder, lambda: move_blocks(folder)[0], ("read",))
+    frozen, fio_frozen = _measure_between(folder, lambda: read_frozen_blocks(folder), ("read",))
     write, fio_write = _measure_between(folder, lambda: move_blocks(folder)[1], ("write",))
     update, addition = measure_update()
     return {
@@ -70,12 +72,15 @@ def measure_round(folder: Path) -> dict[str, Any]:
         "moments_both": both,
         "fio_read": fio_read,
         "weights_read": read,
+        "fio_frozen": fio_frozen,
+        "frozen_read": frozen,
         "fio_write": fio_write,
         "weights_write": write,
         "update": update,
         "addition": addition,
         "share_both": both / fio_both,
         "share_read": read / fio_read,
+        "share_frozen_read": frozen / fio_frozen,
         "share_write": write / fio_write,
         "share_update": update / addition,
     }
@@ -117,27 +122,54 @@ def swap_moments(folder: Path) -> float:
 
 
 def move_blocks(folder: Path) -> tuple[float, float]:
-    """Read and write blocks of weights, one transfer ahead; return bytes per second of each."""
+    """Read and write blocks of trained weights, one ahead; return bytes per second of each.
+
+    A block is read into new memory, as in training, which frees that of blocks that have left.
+    """
     device = torch.device("cpu")
     store = DiskParameterStore(folder, _BUFFER_BYTES, device)
     num_blocks = _NUM_BYTES // _BLOCK_BYTES
     places = [store.add(_BLOCK_BYTES) for _ in range(num_blocks)]
     blocks = [store.allocate(_BLOCK_BYTES).zero_() for _ in range(2)]
 
-    def move(operation: Callable[[int, torch.Tensor], Callable[[], None]]) -> float:
-        start_seconds = time.perf_counter()
-        waits = []
-        for number, place in enumerate(places):
-            waits.append(operation(place, blocks[number % 2]))
-            if number:
-                waits[number - 1]()
-        waits[-1]()
-        return num_blocks * _BLOCK_BYTES / (time.perf_counter() - start_seconds)
-
-    move(store.write)
-    rates = move(store.read), move(store.write)
+    _move(store.write, places, blocks)
+    rates = _move(store.read, places, blocks, is_read=True), _move(store.write, places, blocks)
     store.close()
     return rates
+
+
+def read_frozen_blocks(folder: Path) -> float:
+    """Read blocks of frozen weights, one transfer ahead; return bytes per second."""
+    store = DiskWeightStore(folder, _BUFFER_BYTES, torch.device("cpu"))
+    values = WrittenRange(_BLOCK_BYTES, 0, lambda: [torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)])
+    places = [store.add(_BLOCK_BYTES, [values]) for _ in range(_NUM_BYTES // _BLOCK_BYTES)]
+    blocks = [torch.empty(_BLOCK_BYTES, dtype=torch.uint8) for _ in range(2)]
+    rate = _move(store.read, places, blocks, is_read=True)
+    store.close()
+    return rate
+
+
+def _move(
+    operation: Callable[[Any, torch.Tensor], Callable[[], None]],
+    places: Sequence[Any],
+    blocks: Sequence[torch.Tensor],
+    *,
+    is_read: bool = False,
+) -> float:
+    """Read blocks into new memory, or write them; return bytes per second."""
+    num_bytes = blocks[0].untyped_storage().nbytes()
+    start_seconds = time.perf_counter()
+    waits: list[Callable[[], None]] = []
+    for number, place in enumerate(places):
+        block = blocks[number % 2]
+        if is_read:
+            block.untyped_storage().resize_(0)
+            block.untyped_storage().resize_(num_bytes)
+        waits.append(operation(place, block))
+        if number:
+            waits[number - 1]()
+    waits[-1]()
+    return len(places) * _BLOCK_BYTES / (time.perf_counter() - start_seconds)
 
 
 def measure_update() -> tuple[float, float]:

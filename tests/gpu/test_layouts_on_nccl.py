@@ -22,7 +22,7 @@ from shardwright.config import Recipe
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.routing import Routing
-from shardwright.parallel.expert_parallel import TokenDispatcher
+from shardwright.parallel.experts.expert_parallel import TokenDispatcher
 from shardwright.parallel.pipelined.products import PipelinedProducts
 from shardwright.parallel.tensor_parallel import TensorParallel
 from shardwright.schedule import PIPELINE_SCHEDULES

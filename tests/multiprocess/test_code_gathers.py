@@ -40,9 +40,11 @@ SHORT_BLOCKS = FP8Section(recipe="mxfp8")
 NARROW = NVFP4Section(experimental=True)
 ZERO_2 = Layout(dp_shard=2, zero_stage=2)
 ZERO_3 = Layout(dp_shard=2, zero_stage=3)
+AHEAD = replace(ZERO_3, prefetch_depth=2, max_gathers_in_flight=3)
+"""Gathers the weights of two layers ahead of the one that computes."""
 CELLS = {
     "zero3": Cell(BROAD, BLOCKS, ZERO_3, 2, "full"),
-    "zero3-rows": Cell(DENSE, ROWS, ZERO_3, 2),
+    "zero3-rows": Cell(DENSE | {"num_hidden_layers": 3}, ROWS, AHEAD, 2),
     "zero2": Cell(BROAD, BLOCKS, ZERO_2, 2),
     "experts": Cell(BROAD_SPARSE, BLOCKS, ZERO_3),
     "zero3-short-blocks": Cell(DENSE, SHORT_BLOCKS, ZERO_3, 2),

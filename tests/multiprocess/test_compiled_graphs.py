@@ -21,7 +21,7 @@ from shardwright.layout.saved_results import SavedResults
 from shardwright.model import DropoutKey
 from shardwright.model.products.split_backward import DeferredGraph
 from shardwright.model.routing import ExpertRules
-from shardwright.parallel import row_exchange
+from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import build_block_runner, build_layer_runner
 from shardwright.training.step import accumulate_gradients
@@ -80,7 +80,9 @@ CASES_ON_TWO_RANKS = [
         "selective",
         LIMITED,
     ),
-    CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=3), "full"),
+    CompiledCase(
+        "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3), "full"
+    ),
     CompiledCase("gpt_oss", Layout(dp_shard=2, ep=2, zero_stage=3, **PADDED), "full", LIMITED),
 ]
 LONG = [
@@ -104,6 +106,17 @@ LONG = [
         LIMITED,
     ),
     CompiledCase("deepseek", Layout(dp_shard=2, ep=2, zero_stage=2), "selective"),
+    CompiledCase(
+        "gpt_oss",
+        Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3),
+        "selective",
+        LIMITED,
+    ),
+    CompiledCase(
+        "mixtral",
+        Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=2),
+        has_adapters=True,
+    ),
     CompiledCase("deepseek", Layout(cp=2, ep=2, cp_method="ring"), "full", LIMITED),
     CompiledCase(
         "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), "full"

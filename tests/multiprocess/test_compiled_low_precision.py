@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout, RankGrid
 from shardwright.parallel import ParallelModel
+from shardwright.schedule import has_split_backward
 from shardwright.training.step import accumulate_gradients
 from tests.compiled_graphs import GraphCounter
 from tests.counted_operands import CountedOperands, record_counted_operands
@@ -40,7 +41,20 @@ LONG = {
     "nvfp4-tp": (DENSE, "nvfp4", Layout(tp=2), "selective"),
     "nvfp4-zero3": (DENSE, "nvfp4", Layout(dp_shard=2, zero_stage=3), "full"),
     "nvfp4-experts-ep": (SPARSE, "nvfp4", Layout(dp_shard=2, ep=2, zero_stage=2), "none"),
-    "gw_hp-pp": (DENSE, "rowwise_with_gw_hp", Layout(pp=2, schedule="1f1b"), "none"),
+    "gw_hp-zb": (DENSE, "rowwise_with_gw_hp", Layout(pp=2, schedule="zb_h1"), "selective"),
+    "tensorwise-tp-zb": (DENSE, "tensorwise", Layout(tp=2, pp=2, schedule="zb_h1"), "full"),
+    "nvfp4-zbv-zero3": (
+        DENSE,
+        "nvfp4",
+        Layout(dp_shard=2, pp=2, zero_stage=3, schedule="zbv"),
+        "none",
+    ),
+    "mxfp8-experts-ep-zb": (
+        SPARSE,
+        "mxfp8",
+        Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1"),
+        "none",
+    ),
 }
 
 
@@ -67,7 +81,11 @@ def compare_with_uncompiled(cell: Cell) -> tuple[tuple[int, int], list[Tensor]]:
     rank = torch.distributed.get_rank()
     expected, expected_operands = run_step(model, cell, rank)
     counter = GraphCounter()
-    counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
+    if cell.layout.pp > 1 and has_split_backward(cell.layout.schedule):
+        assert model.pipeline is not None
+        counter.compile_split(model.decoder, model.pipeline.gradient_store)
+    else:
+        counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
     gradients, operands = run_step(model, cell, rank)
     assert operands
     assert operands == expected_operands
@@ -86,10 +104,11 @@ def compare_with_uncompiled(cell: Cell) -> tuple[tuple[int, int], list[Tensor]]:
 def test_compiled_ranks_have_one_graph_and_the_same_operands(ranks: RankPool, case: Any) -> None:
     config, recipe, layout, recompute = case
     section = build_section(recipe)
-    accumulation = 4 if layout.pp > 1 else 1
+    accumulation = 2 if layout.pp > 1 else 1
     cell = Cell(config | NUM_LAYERS, section, layout, accumulation, recompute)
     results = ranks.run(layout.world_size, compare_with_uncompiled, cell)
-    assert [counts for counts, _ in results] == [(1, 1)] * layout.world_size
+    num_backward = 2 if layout.pp > 1 and has_split_backward(layout.schedule) else 1
+    assert [counts for counts, _ in results] == [(1, num_backward)] * layout.world_size
     if layout.world_size == layout.tp:  # the same micro-batches in one process
         single = replace(cell, layout=Layout(), recompute="none")
         (expected,) = ranks.run(1, compute_uncompiled, single)

@@ -18,7 +18,8 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.block import RecomputeRunner
-from shardwright.parallel import fsdp, row_exchange
+from shardwright.parallel import fsdp
+from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.recompute import build_block_runner
 from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
@@ -92,12 +93,30 @@ def list_failures(report: VerificationReport) -> list[Any]:
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1), PLAIN),
         (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=2), CAPACITY),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=3), LOSSES),
-        (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3), CAPACITY),
+        (
+            GPT_OSS,
+            Layout(dp_shard=4, ep=2, expert_dispatch="once_per_rank", zero_stage=3),
+            CAPACITY,
+        ),
         pytest.param(
             GPT_OSS, Layout(dp_shard=4, ep=4, zero_stage=1), LOSSES, marks=pytest.mark.long
         ),
-        (DEEPSEEK, Layout(dp_replicate=2, dp_shard=2, ep=2, zero_stage=2), CAPACITY),
-        (DEEPSEEK, Layout(dp_shard=2, ep=2, zero_stage=3, wrap_blocks=2), IDLE),
+        (
+            DEEPSEEK,
+            Layout(dp_replicate=2, dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=2),
+            CAPACITY,
+        ),
+        (
+            DEEPSEEK,
+            Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3, wrap_blocks=2),
+            IDLE,
+        ),
+        pytest.param(
+            MIXTRAL,
+            Layout(dp_shard=4, ep=4, expert_dispatch="once_per_rank", zero_stage=1),
+            LOSSES,
+            marks=pytest.mark.long,
+        ),
         (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="halves", zero_stage=2), IDLE),
         # the same number of rows for every rank; with a low limit steps are repeated
         (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1, **PADDED), CAPACITY),
@@ -112,7 +131,11 @@ def list_failures(report: VerificationReport) -> list[Any]:
         # context parallelism
         (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
         (DEEPSEEK, Layout(cp=2, ep=2, expert_dispatch="halves", cp_method="ring"), LOSSES),
-        (GPT_OSS, Layout(cp=2, ep=2, zero_stage=3, cp_method="ring"), CAPACITY),
+        (
+            GPT_OSS,
+            Layout(cp=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3, cp_method="ring"),
+            CAPACITY,
+        ),
         (MIXTRAL, Layout(dp_replicate=2, cp=2, ep=2, cp_method="all_gather"), CAPACITY),
         # pipelines
         (DEEPSEEK, Layout(pp=2), VerificationCase(4, "none", router_losses=True)),
@@ -123,11 +146,35 @@ def list_failures(report: VerificationReport) -> list[Any]:
             ),
             VerificationCase(4, "full", router_losses=True),
         ),
+        pytest.param(
+            MIXTRAL,
+            Layout(
+                dp_shard=2,
+                ep=2,
+                expert_dispatch="once_per_rank",
+                pp=2,
+                zero_stage=2,
+                schedule="zb_h1",
+            ),
+            VerificationCase(4, "full", router_losses=True),
+            marks=pytest.mark.long,
+        ),
         # tensor parallelism
         (GPT_OSS, Layout(tp=2), CAPACITY),
         (DEEPSEEK, Layout(tp=2, sequence_parallel=False), LOSSES),
         (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="halves", tp=2, zero_stage=3), LOSSES),
-        (GPT_OSS, Layout(dp_shard=2, ep=2, tp=2, zero_stage=1, sequence_parallel=False), LOSSES),
+        (
+            GPT_OSS,
+            Layout(
+                dp_shard=2,
+                ep=2,
+                expert_dispatch="once_per_rank",
+                tp=2,
+                zero_stage=1,
+                sequence_parallel=False,
+            ),
+            LOSSES,
+        ),
     ],
     ids=str,
 )
@@ -253,7 +300,7 @@ def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> 
         ):
             logged = log_before(getattr(row_exchange, name), event)
             patches.enter_context(patch.object(row_exchange, name, logged))
-        loss = model.module(ids_BT, labels_BT=ids_BT)
+        loss = model.module(ids_BT, labels_BT=ids_BT, row_weight=0.0)
         log.append("backward")
         loss.backward()
     model.finish_gradients()
@@ -291,6 +338,15 @@ HALVES = (
     ["read", "issue", "issue", "shared_experts", *BOTH_HALVES, "wait", "wait"],
     ["issue", "issue", *BOTH_HALVES, "shared_experts", "wait", "wait"],
 )
+PLACES = ["read", "issue", "wait"]
+"""Numbers of rows, and the places of choices among them."""
+ONCE = (
+    [*PLACES, "issue", "issue", "shared_experts", "wait", "wait", "experts", "issue", "wait"],
+    ["issue", "wait", "experts", "issue", "issue", "shared_experts", "wait", "wait"],
+)
+"""Weights are sent with the rows."""
+AS_WHOLE = (WHOLE[0][1:], WHOLE[1])
+"""The host reads no numbers of rows."""
 
 
 @pytest.mark.parametrize(
@@ -307,26 +363,34 @@ def test_computation_overlaps_with_the_exchange(
     ranks: RankPool, zero_stage: Any, recompute: RecomputeKind, is_compiled: bool
 ) -> None:
     """Shared experts run during an exchange. The experts of one half of the tokens do so too if
-    the other half is exchanged by itself, with the same loss and gradients.
+    the other half is exchanged by itself, with the same loss and gradients. Rows sent once per
+    rank are added in another order. Padded exchanges have the order of exact ones, but no read.
     """
     whole = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
-    halves = replace(whole, expert_dispatch="halves")
-    recorded = [
-        ranks.run(2, record_step, layout, recompute, is_compiled) for layout in (whole, halves)
-    ]
-    for steps, (forward, backward) in zip(recorded, (WHOLE, HALVES), strict=True):
-        # Recomputation keeps the counts and repeats the rest. A compiler decides when it does so.
-        repeated = [] if recompute == "none" else forward[1:]
+    halves, once = (replace(whole, expert_dispatch=each) for each in ("halves", "once_per_rank"))
+    orders = {whole: WHOLE, halves: HALVES, once: ONCE, replace(whole, **PADDED): AS_WHOLE}
+    recorded = [ranks.run(2, record_step, layout, recompute, is_compiled) for layout in orders]
+    for steps, (forward, backward) in zip(recorded, orders.values(), strict=True):
+        # Recomputation keeps numbers and places and repeats the rest. Of rows sent once per rank,
+        # the return of sums has no saved tensor: it is not repeated, and its gradient is exchanged
+        # before. A compiler decides when it recomputes.
+        num_first = forward.index("issue")
+        num_first, num_before = (len(PLACES), 2) if forward == ONCE[0] else (num_first, 0)
+        repeated = forward[num_first : len(forward) - num_before]
+        repeated = [] if recompute == "none" else repeated
         for step in steps:
             first, second = split_at_backward(step.log)
             assert first == forward
             if not (is_compiled and repeated):
-                assert second == [*repeated, *backward]
-    for expected, got in zip(*recorded, strict=True):
-        assert torch.equal(got.loss, expected.loss)
-        assert got.gradients.keys() == expected.gradients.keys()
-        for name, gradient in expected.gradients.items():
-            torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-12, atol=1e-14)
+                assert second == [*backward[:num_before], *repeated, *backward[num_before:]]
+    for expected, *others in zip(*recorded, strict=True):
+        assert torch.equal(others[0].loss, expected.loss)
+        assert torch.equal(others[2].loss, expected.loss)
+        for got in others:
+            torch.testing.assert_close(got.loss, expected.loss, rtol=1e-14, atol=0.0)
+            assert got.gradients.keys() == expected.gradients.keys()
+            for name, gradient in expected.gradients.items():
+                torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-12, atol=1e-14)
 
 
 def split_at_backward(log: list[str]) -> tuple[list[str], list[str]]:

@@ -100,11 +100,11 @@ def test_a_lost_state_comes_back_from_memory(
 
 
 def recover_in_small_messages(lost_rank: int) -> None:
-    recovery._MESSAGE_BYTES, former = 48, recovery._MESSAGE_BYTES
+    recovery._ROUND_BYTES, former = 48, recovery._ROUND_BYTES
     try:
         recover_after_loss("rows2", "columns2", lost_rank)
     finally:
-        recovery._MESSAGE_BYTES = former
+        recovery._ROUND_BYTES = former
 
 
 def test_boxes_are_split_and_joined_into_messages(ranks: RankPool) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil, comb
 from typing import Literal
 
 from shardwright.architecture.module_names import ModuleNames
@@ -57,7 +57,29 @@ class ExpertShape:
         experts: its even share times `limit`, at most those of the most uneven choice."""
         even = num_tokens * self.experts_per_token / num_ranks
         most = num_tokens * min(self.experts_per_token, self.num_experts // num_ranks)
-        return min(most, math.ceil(even * limit))
+        return min(most, ceil(even * limit))
+
+    def count_reached_ranks(self, num_ranks: int) -> float:
+        """Return the expected number of ranks with at least one of a token's experts.
+
+        Each rank has as many consecutive experts. A token's groups are drawn without replacement,
+        then its experts among those of the groups: a rank with s of the n experts to choose from
+        is missed with probability C(n - s, k) / C(n, k) (hypergeometric distribution).
+        """
+        groups = self.num_groups
+        chosen_groups = 1 if groups == 1 else self.groups_per_token
+        group_size = self.num_experts // groups
+        rank_size = self.num_experts // num_ranks
+        rank_groups = max(1, rank_size // group_size)
+        part_size = min(rank_size, group_size)
+        num_open = chosen_groups * group_size
+        num_drawn = self.experts_per_token
+        reached = 0.0
+        for hits in range(1, min(rank_groups, chosen_groups) + 1):
+            ways = comb(rank_groups, hits) * comb(groups - rank_groups, chosen_groups - hits)
+            missed = comb(num_open - hits * part_size, num_drawn) / comb(num_open, num_drawn)
+            reached += ways / comb(groups, chosen_groups) * (1.0 - missed)
+        return num_ranks * reached
 
 
 def build_expert_parameters(

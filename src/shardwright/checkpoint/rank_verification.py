@@ -5,8 +5,11 @@ Every rank returns the same result or raises the same error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from shardwright.checkpoint.integrity import (
     ObjectCache,
@@ -14,6 +17,11 @@ from shardwright.checkpoint.integrity import (
     find_file_faults,
     find_folder_faults,
     list_candidates,
+)
+from shardwright.checkpoint.local_tensors import (
+    ParameterShard,
+    describe_local_tensor,
+    find_non_finite,
 )
 from shardwright.checkpoint.manifest import Manifest, parse_manifest, read_manifest_text
 from shardwright.checkpoint.rank_group import RankGroup
@@ -97,3 +105,19 @@ def _require_answers(path: StoragePath, failures: list[str | None]) -> None:
             field=str(path),
             remedy="It may be intact: try again when the store answers",
         )
+
+
+def is_any_rank_non_finite(
+    group: dist.ProcessGroup | None, tensors: Mapping[str, ParameterShard]
+) -> bool:
+    """Return True if a tensor contains NaN or infinity on any rank, or cannot be read.
+
+    Collective over `group`; the same on all ranks.
+    """
+    try:
+        names = find_non_finite(
+            {name: describe_local_tensor(name, part) for name, part in tensors.items()}
+        )
+    except (OSError, ShardwrightError) as error:  # the save reports it
+        names = [str(error)]
+    return any(RankGroup(group).all_gather(bool(names)))

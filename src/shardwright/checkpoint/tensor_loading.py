@@ -226,18 +226,23 @@ def load_checkpoint(
         )
     names = sorted({name for each in reports for name in each["non_finite"]})
     if names:
-        refusal = NonFiniteCheckpoint(
-            f"{len(names)} of its {len(verified.manifest.tensors)} tensors contain NaN or "
-            f"infinity: {_join_shown(names)}",
-            field=str(verified.path),
-            remedy="Remove this checkpoint, so that the one before it is used, or continue from "
-            "it anyway (checkpoint.allow_non_finite: true)",
-        )
+        refusal = _build_non_finite_error(verified, names)
         if not allow_non_finite:
             raise refusal
         if ranks.is_first:
             logger.warning("%s: %s", refusal.field, refusal.problem)
     return values
+
+
+def _build_non_finite_error(
+    checkpoint: VerifiedCheckpoint, names: list[str]
+) -> NonFiniteCheckpoint:
+    return NonFiniteCheckpoint(
+        f"NaN or infinity in {_join_shown(names)}",
+        field=str(checkpoint.path),
+        remedy="Remove this checkpoint, so that the one before it is used, name another one "
+        "(--checkpoint), or continue to train from it (checkpoint.allow_non_finite: true)",
+    )
 
 
 def _join_shown(items: list[str]) -> str:
@@ -251,10 +256,14 @@ def read_tensor(checkpoint: VerifiedCheckpoint, name: str) -> torch.Tensor:
 
     Raises:
         CheckpointError: a file became unreadable after it was hashed.
+        NonFiniteCheckpoint: the tensor contains NaN or infinity.
     """
     entry = checkpoint.manifest.tensors[name]
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    _fill_tensors({name: describe_local_tensor(name, tensor)}, checkpoint)
+    local_tensors = {name: describe_local_tensor(name, tensor)}
+    _fill_tensors(local_tensors, checkpoint)
+    if find_non_finite(local_tensors):
+        raise _build_non_finite_error(checkpoint, [name])
     return tensor
 
 

@@ -28,7 +28,8 @@ class CheckpointSection(RecipeSection):
     """Steps between checkpoints; null saves only at the end, on a stop signal, and when
     validation improves (`keep_best`)."""
     keep_last: Positive = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep. Those from before a state with NaN or infinity stay
+    too."""
     keep_every: Positive | None = None
     """Never delete checkpoints of steps that are multiples of this."""
     keep_best: bool = True

@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves", "padded", "auto"]
+ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "auto"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -188,7 +188,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
 
 
 def _check_expert_dispatch(section: LayoutSection) -> None:
-    if section.expert_dispatch in ("halves", "padded") and section.ep == 1:
+    if section.expert_dispatch not in ("whole", "auto") and section.ep == 1:
         raise LayoutError(
             "without expert parallelism (ep 1) no rows are sent to experts",
             field="layout.expert_dispatch",

@@ -27,7 +27,6 @@ from shardwright.model.parallel_hooks import (
 from shardwright.model.pointwise.functions import FusedFunctions
 from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
 from shardwright.model.products.product import ProductRule, multiply_by_expert
-from shardwright.model.products.row_places import RowPlaces, place_rows, take_rows
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
 from shardwright.model.result_names import name_results
@@ -243,11 +242,10 @@ class MixtureOfExperts(nn.Module):
 
         `overlapped_compute` runs during the communication of expert parallelism.
         """
+        exchange = self.parallel_hooks.token_exchange
+        if exchange is not None and exchange.accepts(routing):
+            return exchange.run_experts(self.experts, x_ND, routing, overlapped_compute)
         hooks = self.parallel_hooks.expert
-        if hooks is not None and routing.places is not None:
-            return self._exchange_padded_rows(
-                x_ND, routing.weights_NK, routing.places, hooks, overlapped_compute
-            )
         if hooks is not None and hooks.degree > 1:
             return self._exchange_rows(x_ND, routing, hooks, overlapped_compute)
         (part,) = self._split_tokens(x_ND, routing, 1)
@@ -290,26 +288,6 @@ class MixtureOfExperts(nn.Module):
         results = [finish() for finish in returned]
         sums = list(map(_sum_choices, parts, slots, results))
         return sums[0] if len(sums) == 1 else torch.cat(sums), overlapped
-
-    def _exchange_padded_rows(
-        self,
-        x_ND: Tensor,
-        weights_NK: Tensor,
-        places: RowPlaces,
-        hooks: ExpertParallelHooks,
-        overlapped_compute: Callable[[], Tensor] | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Do the same with as many rows for each rank, so that the host reads no numbers."""
-        choices_X, places_M, counts_Pe, _ = places
-        rows_XD = take_rows(x_ND, choices_X, places_M, weights_NK.shape[1])
-        finish = hooks.start_dispatch(rows_XD, hooks.exchange_padded_counts(counts_Pe))
-        overlapped = None if overlapped_compute is None else overlapped_compute()
-        dispatched = finish()
-        out_XD = self.experts(dispatched.rows_RD, dispatched.counts_e)
-        returned_XD = hooks.start_combine(out_XD, dispatched)()
-        out_MD = take_rows(returned_XD, places_M, choices_X, 1)
-        out_NKD = out_MD.unflatten(0, tuple(weights_NK.shape))
-        return (weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 
     def _split_tokens(self, x_ND: Tensor, routing: Routing, num_parts: int) -> list[_TokenPart]:
         """Split the tokens into parts whose sizes differ by at most one."""
@@ -355,10 +333,8 @@ class MixtureOfExperts(nn.Module):
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
             counts_E = count_tokens(experts_NK, self.shape.num_experts)
-        places: RowPlaces | None = None
-        hooks = self.parallel_hooks.expert
-        if hooks is not None and hooks.rows_per_rank is not None:
-            places = place_rows(experts_NK, counts_E, hooks.degree, hooks.rows_per_rank)
+        exchange = self.parallel_hooks.token_exchange
+        places = None if exchange is None else exchange.place_rows(experts_NK, counts_E)
         return Routing(
             experts_NK,
             weights_NK,

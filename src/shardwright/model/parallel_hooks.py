@@ -24,6 +24,8 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 if TYPE_CHECKING:
     from shardwright.model.dropout import Dropout
     from shardwright.model.forward_context import ForwardContext
+    from shardwright.model.products.row_places import RowPlaces
+    from shardwright.model.routing import Routing
 
 
 class ContextParallelHooks(Protocol):
@@ -96,14 +98,6 @@ class ExpertParallelHooks(Protocol):
     num_parts: int
     num_row_ranks: int
     loss_share: float
-    rows_per_rank: int | None
-    """Rows that are exchanged with each rank in training, padding included. None: exactly those
-    that there are."""
-
-    def exchange_padded_counts(self, counts_Pe: Tensor) -> Any:
-        """Exchange the numbers of rows of padded exchanges, `RowPlaces.counts_Pe`, which
-        `start_dispatch` needs; the host does not wait."""
-        ...
 
     def exchange_counts(self, counts_HE: Tensor, num_choices: Sequence[int]) -> Sequence[Any]:
         """Exchange each part's numbers of rows of each expert, which `start_dispatch` needs.
@@ -141,6 +135,33 @@ class ExpertParallelHooks(Protocol):
         ...
 
 
+class TokenExchangeHooks(Protocol):
+    """Hooks of another exchange of rows than `ExpertParallelHooks`."""
+
+    def place_rows(self, experts_NK: Tensor, counts_E: Tensor) -> RowPlaces | None:
+        """Place the rows of a training step's choices, padding included; None if this exchange
+        has no padding. `counts_E` are the choices of each expert that are not dropped."""
+        ...
+
+    def accepts(self, routing: Routing) -> bool:
+        """Return False for rows that `ExpertParallelHooks` exchanges instead."""
+        ...
+
+    def run_experts(
+        self,
+        experts: Callable[[Tensor, Tensor], Tensor],
+        x_ND: Tensor,
+        routing: Routing,
+        overlapped_compute: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the weighted sum of each token's experts, `[N, D]`, and `overlapped_compute`'s
+        result, which runs while rows are sent.
+
+        `experts`: (rows sorted by expert, rows of each expert) -> results.
+        """
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelHooks:
     """Hooks of a decoder for each kind of parallelism; None for a kind that is not used."""
@@ -148,6 +169,8 @@ class ParallelHooks:
     tensor: TensorParallelHooks | None = None
     context: ContextParallelHooks | None = None
     expert: ExpertParallelHooks | None = None
+    token_exchange: TokenExchangeHooks | None = None
+    """Exchange in place of `expert`'s for the rows that it accepts."""
 
     def split_rows(
         self,

@@ -8,6 +8,7 @@ byte once more. Checkpoints read and write it through a mapping, without a secon
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -31,6 +32,10 @@ from shardwright.offload.store import Swap, TransferCounts
 from shardwright.units import format_bytes
 
 logger = logging.getLogger("shardwright")
+
+_MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+_LARGE_PAGE_BYTES = 2 * 2**20
+"""Of x86; memory that is smaller has no large page."""
 
 
 class DiskStore:
@@ -231,9 +236,21 @@ def allocate_buffer(num_bytes: int, *, is_pinned: bool) -> Tensor:
         memory = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         start = -memory.data_ptr() % PAGE_BYTES
         return memory[start : start + num_bytes]
-    mapping = mmap.mmap(-1, max(num_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # One request then holds more bytes, because a device limits its number of ranges.
-        mapping.madvise(mmap.MADV_HUGEPAGE)
     # numpy keeps the mapping alive; torch keeps the array.
-    return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+    mapping = np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=np.uint8)
+    memory = torch.from_numpy(mapping)
+    advise_large_pages(memory)
+    return memory
+
+
+def advise_large_pages(memory: Tensor) -> None:
+    """Ask the kernel for large pages in host memory, `[N]` bytes, before its first use.
+
+    A request to a disk then holds more bytes, because a device limits its number of ranges, and
+    the kernel has fewer pages to provide. Pages that are in use already keep their size.
+    """
+    start = -memory.data_ptr() % PAGE_BYTES
+    if _MADV_HUGEPAGE is not None and memory.numel() - start >= _LARGE_PAGE_BYTES:
+        address = ctypes.c_void_p(memory.data_ptr() + start)
+        length = ctypes.c_size_t(memory.numel() - start)
+        ctypes.CDLL(None).madvise(address, length, _MADV_HUGEPAGE)

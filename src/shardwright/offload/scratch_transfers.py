@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import OffloadFailed
-from shardwright.offload.disk_store import allocate_buffer
+from shardwright.offload.disk_store import advise_large_pages, allocate_buffer
 from shardwright.offload.state_buckets import PAGE_BYTES, round_to_pages
 from shardwright.offload.store import TransferCounts
 
@@ -100,6 +100,8 @@ class ScratchTransfers:
             job.result()
         start_seconds = time.perf_counter()
         buffer = self._read_buffer
+        if self._device.type == "cpu":
+            advise_large_pages(target)  # here, because its memory is new for each transfer
         direct = self._select_direct_pages(target)
         self._read_pages(direct, position)
         self.counts.read_bytes += direct.numel()

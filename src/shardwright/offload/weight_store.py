@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.errors import OffloadFailed
 from shardwright.offload.activation_store import Wait
-from shardwright.offload.disk_store import allocate_buffer
+from shardwright.offload.disk_store import advise_large_pages, allocate_buffer
 from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.offload.store import TransferCounts
 
@@ -238,6 +238,8 @@ class DiskWeightStore:
         self, windows: Sequence[_Window], target: Tensor, ready: torch.cuda.Event | None
     ) -> None:
         start_seconds = time.perf_counter()
+        if self._device.type == "cpu":
+            advise_large_pages(target)  # here, because its memory is new for each transfer
         for window in windows:
             path = self._paths[window.descriptor]
             data = self._buffer[: window.num_bytes].numpy().data

@@ -58,6 +58,8 @@ from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
+from shardwright.parallel.experts.expert_parallel import build_token_dispatcher
+from shardwright.parallel.experts.token_exchange import build_token_exchange
 from shardwright.parallel.fsdp import EarlyGathers, apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
@@ -69,7 +71,6 @@ from shardwright.parallel.offloaded_weights import (
     drop_zero_shards,
     find_shard_groups,
 )
-from shardwright.parallel.padded_dispatch import build_expert_hooks
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
@@ -124,14 +125,14 @@ def apply_layout(
     )
     coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
     sharded = layout.is_sharded
-
     if stages is not None:
         decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
     _shard_parameters(decoder, layouts, layout, coordinates)
     decoder.install_parallel_hooks(
         ParallelHooks(
             context=build_context_parallel(plan.placement, mesh),
-            expert=build_expert_hooks(plan, mesh),
+            expert=build_token_dispatcher(decoder.shape, layout, mesh),
+            token_exchange=build_token_exchange(plan, mesh),
             tensor=build_tensor_parallel(layout, mesh),
         )
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.storage_path import ReadableFile
 from shardwright.checkpoint.tensor_saving import merge_into, merge_values
 from shardwright.errors import CheckpointError
+from shardwright.grouping import group_by_size
 from shardwright.peer_copies.memory import CopiedBox, CopyId, PeerMemory, StateCopy
 
-_MESSAGE_BYTES = 16 * 1024**2
-"""Size of the buffer for a message between two ranks; a larger box is sent in parts."""
+_ROUND_BYTES = 16 * 1024**2
+"""Bytes that a rank sends and receives in one round; a larger box is sent in parts."""
 _ALIGNMENT_BYTES = 16
 _MAX_SHOWN_DIFFERENCES = 20
 
@@ -170,13 +172,13 @@ def load_copies(
         if delivery.source_rank == delivery.target_rank == ranks.rank:
             target = _view_target(local_tensors, delivery, delivery.shared)
             _read_part(parts[delivery.source], delivery, delivery.shared, target)
-    for message in _group_messages(deliveries):
-        first = message[0][0]
-        if ranks.rank == first.source_rank:
-            dist.send(_pack(message, parts), first.target_rank, group=group)
-        elif ranks.rank == first.target_rank:
-            buffer = torch.empty(_locate_parts(message)[-1], dtype=torch.uint8)
-            dist.recv(buffer, first.source_rank, group=group)
+    for messages in _plan_rounds(deliveries):
+        payloads = [
+            _pack(messages.get((ranks.rank, target_rank), []), parts)
+            for target_rank in range(ranks.world_size)
+        ]
+        for source_rank, buffer in enumerate(ranks.exchange(payloads)):
+            message = messages.get((source_rank, ranks.rank), [])
             for (delivery, box), values in zip(message, _unpack(message, buffer), strict=True):
                 _view_target(local_tensors, delivery, box).copy_(values)
 
@@ -257,35 +259,32 @@ _Message = list[tuple[_Delivery, Box]]
 """Parts that one rank sends to another in one message."""
 
 
-def _group_messages(deliveries: Sequence[_Delivery]) -> Iterator[_Message]:
-    """Yield the messages between ranks, each of at most `_MESSAGE_BYTES`, in a common order."""
+def _plan_rounds(deliveries: Sequence[_Delivery]) -> Iterable[dict[tuple[int, int], _Message]]:
+    """Return the messages of each round by source and target rank, at most one for each pair."""
     remote = [each for each in deliveries if each.source_rank != each.target_rank]
-    remote.sort(key=lambda each: (each.target_rank, each.source_rank))  # stable
-    message: _Message = []
-    pair = (-1, -1)
-    num_bytes = 0
-    for delivery in remote:
-        for box in _split_box(delivery.shared, DTYPE_BYTES[delivery.source.dtype]):
-            size = _count_aligned_bytes(delivery, box)
-            pair_of_part = (delivery.source_rank, delivery.target_rank)
-            if message and (pair_of_part != pair or num_bytes + size > _MESSAGE_BYTES):
-                yield message
-                message = []
-                num_bytes = 0
-            message.append((delivery, box))
-            pair = pair_of_part
-            num_bytes += size
-    if message:
-        yield message
+    pairs = {(each.source_rank, each.target_rank) for each in remote}
+    num_partners = max(Counter(chain.from_iterable(pairs)).values(), default=1)
+    limit_bytes = _ROUND_BYTES // num_partners
+    parts: dict[tuple[int, int], _Message] = {}
+    for each in remote:
+        boxes = _split_box(each.shared, DTYPE_BYTES[each.source.dtype], limit_bytes)
+        message = parts.setdefault((each.source_rank, each.target_rank), [])
+        message.extend((each, box) for box in boxes)
+    rounds: dict[int, dict[tuple[int, int], _Message]] = {}
+    for pair, message in parts.items():
+        sizes = [_count_aligned_bytes(*part) for part in message]
+        for number, group in enumerate(group_by_size(message, sizes, limit_bytes)):
+            rounds.setdefault(number, {})[pair] = group
+    return rounds.values()
 
 
-def _split_box(box: Box, item_bytes: int) -> Iterator[Box]:
+def _split_box(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
     """Yield halves of a box until each fits a message."""
-    if item_bytes * box.num_elements <= _MESSAGE_BYTES:
+    if item_bytes * box.num_elements <= limit_bytes:
         yield box
         return
     for half in box.halve():
-        yield from _split_box(half, item_bytes)
+        yield from _split_box(half, item_bytes, limit_bytes)
 
 
 def _count_aligned_bytes(delivery: _Delivery, box: Box) -> int:

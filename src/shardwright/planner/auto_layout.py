@@ -101,21 +101,24 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
 
 
 def choose_expert_dispatch(predictor: Predictor, candidate: Candidate) -> tuple[Candidate, str]:
-    """Choose the order of `layout.expert_dispatch` whose predicted step is shorter.
+    """Choose the exchange of `layout.expert_dispatch` whose predicted step is shortest.
 
     Returns:
-        The candidate with that order, and the reason.
+        The candidate with that exchange, and the reason.
     """
-    orders: tuple[ExpertDispatch, ...] = ("whole", "halves")
-    whole, halves = (
+    orders: tuple[ExpertDispatch, ...] = ("whole", "halves", "once_per_rank")
+    predictions = [
         predictor.predict(
             replace(candidate, layout=replace(candidate.layout, expert_dispatch=order))
         )
         for order in orders
-    )
-    chosen = halves if halves.time.step < whole.time.step else whole
-    times = [format_seconds(each.time.step) for each in (whole, halves)]
-    return chosen.candidate, f"predicted step: whole {times[0]}, halves {times[1]}"
+    ]
+    chosen = min(predictions, key=lambda each: each.time.step)
+    times = [
+        f"{order} {format_seconds(each.time.step)}"
+        for order, each in zip(orders, predictions, strict=True)
+    ]
+    return chosen.candidate, f"predicted step: {', '.join(times)}"
 
 
 def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.model import AttentionSetting
 from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeMode
@@ -34,6 +35,9 @@ OPTIMIZER_OFFLOADS: dict[OffloadTier, OffloadKind] = {
 AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
 layers (None for layers without one)."""
+
+EXCHANGE_INDEX_BYTES = 4
+"""Bytes of an index of a row or of a choice, int32."""
 
 ReferenceKind = Literal["none", "frozen", "adapter_off"]
 """Reference model of preference training: none (no preferences), a frozen copy of the model, or
@@ -99,6 +103,8 @@ class Candidate:
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer of offloaded states."""
+    resident_state_bytes: int = 2 * DEFAULT_BUFFER_BYTES
+    """Two buffers: moments on disk beyond a third one stay in them from step to step."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
     working_weights: bool | Literal["auto"] = False
@@ -222,6 +228,25 @@ class Candidate:
         even = self.micro_batch_tokens * experts_per_token
         rows = self.count_expert_rows(experts_per_token)
         return max(rows, even * self.layout.expert_row_limit) if padded else rows
+
+    @property
+    def has_rows_per_rank(self) -> bool:
+        """True if a token's row is sent once to each rank with one of its experts."""
+        return self.layout.ep > 1 and self.layout.expert_dispatch == "once_per_rank"
+
+    def count_exchanged_rows(self, experts: ExpertShape) -> float:
+        """Count the rows of one micro-batch that the busiest expert-parallel rank receives if a
+        token's row is sent once per rank."""
+        reached = experts.count_reached_ranks(self.layout.ep)
+        return self.micro_batch_tokens * self.expert_load * reached
+
+    def count_index_bytes(self, experts: ExpertShape) -> float:
+        """Count the bytes of indices that a layer keeps for rows sent once per rank
+        (`parallel.experts.token_exchange`): of choices sent, of choices received in three orders,
+        of rows sent in two, and of rows received and tokens."""
+        choices = self.count_expert_rows(experts.experts_per_token)
+        rows = self.count_exchanged_rows(experts)
+        return EXCHANGE_INDEX_BYTES * (4 * choices + 3 * rows + self.micro_batch_tokens)
 
     @property
     def is_sharded(self) -> bool:

@@ -215,6 +215,10 @@ class EngineModel:
         all-gather follows the update; neither overlaps."""
         return False
 
+    def count_other_communicators(self, layout: Layout) -> int:
+        """Count a rank's communicators besides those of the axes of the layout."""
+        return 0
+
     def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
         """Compute total bytes of one micro-batch's gradients in addition to their sums. Here they
         are added as they are computed."""

@@ -34,6 +34,17 @@ def get_host_memory_rate(profile: MeasuredProfile | None) -> float:
     return measured or _HOST_MEMORY_BYTES_PER_SECOND
 
 
+def count_moving_moments(candidate: Candidate, num_bytes: float) -> float:
+    """Count the bytes of a rank's moments that an update reads, and as many that it writes.
+
+    Two buffers keep theirs from step to step on disk (docs/decisions/0171-buckets-that-stay.md).
+    """
+    if candidate.optimizer_tier != "disk":
+        return num_bytes
+    resident_bytes = candidate.resident_state_bytes
+    return min(num_bytes, max(resident_bytes / 2, num_bytes - resident_bytes))
+
+
 def compute_host_update_seconds(
     candidate: Candidate,
     num_elements: float,
@@ -61,7 +72,8 @@ def compute_host_update_seconds(
         state_bytes = candidate.engine.get_optimizer_bytes(
             candidate.optimizer, candidate.master_bytes
         )
-        seconds.append(num_elements * state_bytes / get_transfer_rate("disk", profile))
+        moving_bytes = count_moving_moments(candidate, num_elements * state_bytes)
+        seconds.append(moving_bytes / get_transfer_rate("disk", profile))
     leaving_seconds = 2 * weight_bytes / link
     return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
 

@@ -34,7 +34,7 @@ from shardwright.offload import OffloadedOptimizer, ParameterOffload, WeightOffl
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.padded_dispatch import find_padded_dispatcher
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
@@ -185,8 +185,8 @@ def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:
 
 def _omit_row_limit(model: ParallelModel) -> AbstractContextManager[None]:
     """Omit the read of the rows beyond the limit: fake tensors have no number of them."""
-    dispatcher = find_padded_dispatcher(model.decoder)
-    return nullcontext() if dispatcher is None else dispatcher.exchange_exactly()
+    exchange = find_padded_exchange(model.decoder)
+    return nullcontext() if exchange is None else exchange.exchange_exactly()
 
 
 def _build_optimizer(

@@ -13,6 +13,7 @@ from shardwright.checkpoint.commit import RetentionPolicy
 from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import get_disk
+from shardwright.checkpoint.rank_verification import is_any_rank_non_finite
 from shardwright.checkpoint.run_values import RunValues
 from shardwright.checkpoint.tensor_loading import VerifiedCheckpoint, load_checkpoint
 from shardwright.checkpoint.tensor_saving import SavedCheckpoint
@@ -187,17 +188,19 @@ class RunCheckpointer:
                 time.perf_counter() - start_seconds,
             )
         in_background = section.asynchronous and not (is_last or should_wait)
+        tensors = self.collect_tensors()
+        # A skipped step saves the state before it again, and that may be the cause.
+        num_last = section.keep_last + self.state.num_consecutive_skips
+        if section.keep_last == 1 and is_any_rank_non_finite(get_host_group(), tensors):
+            num_last += 1  # the checkpoint before it may be the last one that is finite
         try:
             saved = (self._background.save if in_background else self._background.save_and_wait)(
                 self.context.folder.checkpoints,
                 step,
-                self.collect_tensors(),
+                tensors,
                 self.collect_values(),
                 merged_values={"optimizer": collect_optimizer_values(self.state.optimizer)},
-                # A skipped step saves the state before it again, and that may be the cause.
-                retention=RetentionPolicy(
-                    section.keep_last + self.state.num_consecutive_skips, section.keep_every
-                ),
+                retention=RetentionPolicy(num_last, section.keep_every),
                 is_best=is_best and section.keep_best,
             )
         except SaveFailed as error:

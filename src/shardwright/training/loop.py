@@ -14,7 +14,7 @@ from shardwright.data.run_order import build_run_order
 from shardwright.layout import RankGrid
 from shardwright.offload import OffloadedOptimizer, TransferCounts
 from shardwright.optim import compute_learning_rate
-from shardwright.parallel.padded_dispatch import find_padded_dispatcher
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.placement import select_scaled_weights
 from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.training.batch_prefetch import BatchPrefetcher
@@ -116,8 +116,8 @@ class TrainingLoop:
             else select_scaled_weights(validated_run.shape, low_precision)
         )
         self.expert_load_monitor = ExpertLoadMonitor(experts.experts_per_token if experts else 1)
-        dispatcher = find_padded_dispatcher(state.model.decoder)
-        self.row_limit = None if dispatcher is None else RowLimit(dispatcher)
+        exchange = find_padded_exchange(state.model.decoder)
+        self.row_limit = None if exchange is None else RowLimit(exchange)
 
     def run(self) -> float | None:
         """Train to the last step; return the last validation loss, else the last training loss.
@@ -215,7 +215,7 @@ class TrainingLoop:
             beyond_limit = updated.rows_beyond_limit
             if beyond_limit:
                 assert self.row_limit is not None
-                with self.row_limit.dispatcher.exchange_exactly():
+                with self.row_limit.exchange.exchange_exactly():
                     updated, values = self._try_step(micro_batches, learning_rate)
                 self.context.log_warning(
                     self.row_limit.count_repeated_step(beyond_limit), step=state.step + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.parallel.padded_dispatch import PaddedTokenDispatcher
+from shardwright.parallel.experts.padded_exchange import PaddedExchange
 
 REPEATED_STEPS = 3
 """Repeated steps after which the limit is raised."""
@@ -17,19 +17,19 @@ class RowLimit:
     Repeated steps, and so the limits, are the same on all ranks.
     """
 
-    dispatcher: PaddedTokenDispatcher
+    exchange: PaddedExchange
     _num_repeated: int = 0
 
     def count_repeated_step(self, rows_beyond_limit: int) -> str:
         """Count a repeated step, and raise the limit if there are enough; return a message."""
         message = (
             f"the step was repeated with exact exchanges: {rows_beyond_limit:,} rows of experts "
-            f"exceeded {self.dispatcher.limit:g} times the even share of a pair of ranks "
+            f"exceeded {self.exchange.limit:g} times the even share of a pair of ranks "
             "(layout.expert_row_limit)"
         )
         self._num_repeated += 1
         if self._num_repeated == REPEATED_STEPS:
             self._num_repeated = 0
-            if self.dispatcher.raise_limit():
-                message += f"; from now on the limit is {self.dispatcher.limit:g} times that share"
+            if self.exchange.raise_limit():
+                message += f"; from now on the limit is {self.exchange.limit:g} times that share"
         return message

@@ -29,9 +29,9 @@ from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel import ParallelModel
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
-from shardwright.parallel.padded_dispatch import find_padded_dispatcher
 from shardwright.parallel.weight_maxima import agree_on_maxima
 from shardwright.training.metrics.expert_load import update_balance_biases
 
@@ -331,7 +331,7 @@ def _sum_router_tables(model: ParallelModel) -> tuple[Tensor | None, Tensor | No
     totals = model.decoder.router_totals
     beyond_limit = totals.count_beyond_limit(model.device)
     table = totals.pop_table(shape.num_layers, shape.experts.num_experts, model.device)
-    if find_padded_dispatcher(model.decoder) is None:
+    if find_padded_exchange(model.decoder) is None:
         return model.sum_over(table, ("pp", *DATA_AXES)), None
     both = model.sum_over(torch.cat([table.flatten(), beyond_limit[None]]), ("pp", *DATA_AXES))
     return both[:-1].view_as(table), both[-1]
@@ -368,8 +368,8 @@ def update_parameters(
     Raises:
         ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
     """
-    dispatcher = find_padded_dispatcher(model.decoder)
-    if dispatcher is not None and dispatcher.rows_per_rank and rows_beyond_limit is None:
+    exchange = find_padded_exchange(model.decoder)
+    if exchange is not None and exchange.rows_per_rank and rows_beyond_limit is None:
         raise ValueError("rows_beyond_limit: None; pass StepLoss.rows_beyond_limit")
     loss_scale = 1.0 if scaler is None else scaler.scale
     norm = (

@@ -23,7 +23,7 @@ from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.padded_dispatch import find_padded_dispatcher
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
@@ -406,10 +406,10 @@ def _accumulate(
     """Compute the gradients of a step, again with exact exchanges if padded ones omit rows."""
     options: dict[str, Any] = {"seed": seed, "step": step, "loss_scale": loss_scale}
     loss = accumulate_gradients(model, micro_batches, **options)
-    dispatcher = find_padded_dispatcher(model.decoder)
-    if dispatcher is None or loss.rows_beyond_limit is None or not loss.rows_beyond_limit:
+    exchange = find_padded_exchange(model.decoder)
+    if exchange is None or loss.rows_beyond_limit is None or not loss.rows_beyond_limit:
         return loss
     for _, parameter in model.named_parameters():
         parameter.grad = None
-    with dispatcher.exchange_exactly():
+    with exchange.exchange_exactly():
         return accumulate_gradients(model, micro_batches, **options)

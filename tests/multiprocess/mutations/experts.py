@@ -14,9 +14,11 @@ from torch import Tensor
 from shardwright.model import moe
 from shardwright.model.block import Block
 from shardwright.model.moe import MixtureOfExperts
+from shardwright.model.products.row_copies import RowCopies
 from shardwright.model.routing import RouterTotals, RoutingContext
-from shardwright.parallel import ParallelModel, apply, expert_parallel, row_exchange
-from shardwright.parallel.expert_parallel import TokenDispatcher
+from shardwright.parallel import ParallelModel, apply
+from shardwright.parallel.experts import expert_parallel, row_exchange, token_exchange
+from shardwright.parallel.experts.expert_parallel import TokenDispatcher
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training import step
 
@@ -214,6 +216,20 @@ def drop_gradients_of_dispatched_tokens() -> Iterator[None]:
             return torch.zeros_like(ctx.exchange.gradient), None
 
     with patch.object(expert_parallel._AllToAllStart, "backward", DropGradients.backward):
+        yield
+
+
+@contextmanager
+def lose_gradients_of_sent_weights() -> Iterator[None]:
+    """Weight rows on the experts' rank, but send no gradient of the weights back."""
+    add = token_exchange.sum_copies
+
+    def add_detached(y_MD: Tensor, copies: RowCopies, weights_M: Tensor | None = None) -> Tensor:
+        if weights_M is not None:
+            weights_M = weights_M.detach() + 0 * weights_M
+        return add(y_MD, copies, weights_M)
+
+    with patch.object(token_exchange, "sum_copies", add_detached):
         yield
 
 

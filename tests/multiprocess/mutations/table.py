@@ -66,6 +66,7 @@ RING_OF_3 = Layout(cp=3, cp_method="ring", zero_stage=2)
 GATHER = Layout(cp=2, cp_method="all_gather", zero_stage=3)
 ULYSSES = Layout(cp=2, cp_method="ulysses")
 EP = Layout(dp_shard=2, ep=2, zero_stage=1)
+EP_ONCE = Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=1)
 EP_AND_REPLICAS = Layout(dp_shard=4, ep=2, zero_stage=2)
 EP_OF_CONTEXT = Layout(cp=2, ep=2, cp_method="all_gather")
 PIPE = Layout(pp=2)
@@ -174,6 +175,7 @@ BUGS: dict[str, list[Bug]] = {
         Bug(28, experts.fill_capacity_per_rank, MIXTRAL, EP_OF_CONTEXT, CAPACITY, "gradient"),
         Bug(None, experts.detach_router, MIXTRAL, EP, PLAIN, "gradient"),
         Bug(None, experts.drop_gradients_of_dispatched_tokens, MIXTRAL, EP, PLAIN, "gradient"),
+        Bug(None, experts.lose_gradients_of_sent_weights, MIXTRAL, EP_ONCE, PLAIN, "gradient"),
         Bug(
             None, experts.update_balance_biases_per_rank, DEEPSEEK, EP, LOSSES, "weights after SGD"
         ),

@@ -8,24 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import low_precision
+from benchmarks import low_precision_runs
 from benchmarks.low_precision import (
-    BF16_SEEDS,
     DIFFERENCE_IMAGE,
     FIELDS,
-    FP8_RECIPES,
     LOSS_IMAGE,
     NUMBERS,
     PAGE,
-    SEEDS,
     compute_interval,
     draw,
     find_spread,
     list_distinct,
     list_outside,
-    measure,
     render_page,
     sort_runs,
+)
+from benchmarks.low_precision_runs import (
+    BF16_SEEDS,
+    FP8_RECIPES,
+    LARGER_PRECISIONS,
+    SEEDS,
+    measure,
 )
 
 from shardwright.report.run_comparison import PRECISION_TOLERANCE
@@ -52,8 +55,12 @@ def test_every_precision_has_its_seeds_and_steps(published: Any) -> None:
     assert list(runs) == ["bf16", "fp32", *fp8, "nvfp4", "nvfp4 nearest"]
     for precision, by_seed in runs.items():
         assert tuple(by_seed) == (BF16_SEEDS if precision == "bf16" else SEEDS)
+    larger = sort_runs(published, "larger_runs")
+    assert tuple(larger) == LARGER_PRECISIONS
+    assert all(tuple(by_seed) == SEEDS for by_seed in larger.values())
     assert published["steps"] >= 300
-    assert {len(run["losses"]) for run in published["runs"]} == {published["steps"]}
+    all_runs = published["runs"] + published["larger_runs"]
+    assert {len(run["losses"]) for run in all_runs} == {published["steps"]}
 
 
 def test_worse_runs_are_named(published: Any) -> None:
@@ -86,16 +93,17 @@ def test_finished_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SHARDWRIGHT_DATA", str(tmp_path))
     monkeypatch.setattr(run, "train", stop_at_third)
     row = {"final_loss": 2.0, "validation_loss": 2.0, "losses": [2.0]}
-    monkeypatch.setattr(low_precision, "read_run", lambda folder: dict(row))
-    monkeypatch.setattr(low_precision, "compare_with_bf16", lambda *run: 0.0)
+    monkeypatch.setattr(low_precision_runs, "read_run", lambda folder: dict(row))
+    monkeypatch.setattr(low_precision_runs, "compare_with_bf16", lambda *_: 0.0)
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path, 1)
-    runs = measure(tmp_path, 1)["runs"]
+    result = measure(tmp_path, 1)
+    num_runs = len(result["runs"]) + len(result["larger_runs"])
     # The interrupted one is trained again from its beginning.
     assert [folders.count(folder) for folder in dict.fromkeys(folders)][:4] == [1, 1, 2, 1]
-    assert len(folders) == len(runs) + 1
-    assert measure(tmp_path, 1)["runs"] == runs
-    assert len(folders) == len(runs) + 1
+    assert len(folders) == num_runs + 1
+    assert measure(tmp_path, 1)["larger_runs"] == result["larger_runs"]
+    assert len(folders) == num_runs + 1
 
 
 def test_page_and_curves_follow_the_numbers(published: Any) -> None:

@@ -21,7 +21,7 @@ from shardwright.planner.expert_loads import (
     compute_rank_loads,
     read_expert_loads,
 )
-from shardwright.planner.memory.activations import _compute_feed_forward_bytes
+from shardwright.planner.memory.feed_forward_activations import compute_feed_forward_bytes
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
@@ -107,7 +107,7 @@ def test_saved_bytes_of_experts_are_those_of_the_busiest_rank() -> None:
     facts = ModelFacts(models.read_shape("qwen3_moe"))
     kind = next(kind for kind in facts.kinds if kind.shape.sparse)
     even, skewed = (
-        _compute_feed_forward_bytes(
+        compute_feed_forward_bytes(
             facts, kind, Candidate(EP_2, 256, 2, expert_loads=loads)
         )
         for loads in (None, ExpertRankLoads(1, ((1, 1.0), (2, 1.5))))

@@ -110,6 +110,7 @@ SUMS: LayerResults = frozenset(["gathered", "attention_out"])
 GATHERED: LayerResults = frozenset(["gathered", "attention", "projections", "gate_up"])
 ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
+ONCE = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="once_per_rank")
 CASES = [
     Case(
         "llama",
@@ -138,6 +139,7 @@ CASES = [
         recompute="full",
         tolerance=0.02,
     ),
+    Case("qwen3_moe", ONCE, recompute="selective", tolerance=0.01),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),
@@ -217,6 +219,17 @@ LONG_CASES = [
         for layout in (Layout(tp=2), Layout(dp_shard=4, ep=4, zero_stage=3), Layout(dp_replicate=2))
         for recompute in ("selective", "full")
     ),
+    *(
+        Case("qwen3_moe", replace(ONCE, **degrees), recompute=recompute, tolerance=0.02)
+        for degrees, recompute in (
+            ({}, "none"),
+            ({"dp_shard": 4, "ep": 4}, "none"),
+            ({"dp_shard": 4, "ep": 4}, "selective"),
+            ({"tp": 2}, "selective"),
+        )
+    ),
+    Case("qwen3_moe", ONCE, recompute="full"),
+    Case("qwen3_moe", replace(ONCE, dp_shard=4, ep=4), recompute="full"),
     *(
         Case(model, layout, recompute=recompute, sections=LORA)
         for model in ("gpt2", "qwen3_moe")
@@ -336,6 +349,7 @@ LESS_EXACT = dict.fromkeys(
         "llama-tp=2,zero_stage=0-1-mixed-input-input, attention, projections-input, attention, "
         "projections, attention_out, gate_up",
         "llama-pp=2,zero_stage=0-4-none-preference",
+        "qwen3_moe-dp_shard=4,ep=4,zero_stage=3,expert_dispatch=once_per_rank-1-full",
     ),
     0.05,
 )

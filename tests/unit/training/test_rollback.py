@@ -14,6 +14,7 @@ import torch
 from shardwright.checkpoint.tensor_loading import find_newest_checkpoint, read_tensor
 from shardwright.config.run import RollbackSection
 from shardwright.errors import NonFiniteCheckpoint, NonFiniteError
+from shardwright.inference.model_source import load_decoder, open_model_source
 from shardwright.telemetry.event_log import (
     RollbackEvent,
     WarningEvent,
@@ -36,6 +37,7 @@ def train_run(
     rollback: dict[str, Any] | None = None,
     *,
     resume: bool = False,
+    keep_last: int = 2,
     allow_non_finite: bool = False,
     **training: Any,
 ) -> Path:
@@ -44,7 +46,7 @@ def train_run(
     section = recipe.checkpoint.model_copy(
         update={
             "every_steps": 2,
-            "keep_last": 2,
+            "keep_last": keep_last,
             "keep_best": False,
             "asynchronous": False,
             "allow_non_finite": allow_non_finite,
@@ -191,15 +193,17 @@ def test_too_many_steps_without_finite_gradients_cause_a_rollback(
 def test_a_state_that_is_not_finite_is_not_continued(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rollback reads an older checkpoint, which skipped steps do not remove; a resume fails."""
-    problem = rf"step-0000000\d: 1 of its \d+ tensors contain NaN or infinity: model\.{WEIGHT}"
+    """A rollback reads an older checkpoint; a resume and a reader of the model fail."""
+    problem = rf"step-0000000\d: NaN or infinity in model\.{WEIGHT}"
     with pytest.MonkeyPatch.context() as patch:
         add_infinite_weight(patch, 4)
-        events = read_events(train_run(tmp_path, "rolled-back", {}, max_skipped_steps=2))
+        folder = train_run(tmp_path, "rolled-back", {}, keep_last=1, max_skipped_steps=2)
+    events = read_events(folder)
     (rollback_event,) = events.filter_by_type(RollbackEvent)
     assert (rollback_event.step, rollback_event.from_step) == (2, 7)
     warnings = [event.message for event in events.filter_by_type(WarningEvent)]
     assert [bool(re.search(f"{problem}$", message)) for message in warnings] == [True, True]
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-00000008"]
     with pytest.MonkeyPatch.context() as patch:
         add_infinite_weight(patch, 2)
         with pytest.raises(NonFiniteCheckpoint, match=problem):
@@ -210,6 +214,9 @@ def test_a_state_that_is_not_finite_is_not_continued(
     with pytest.raises(NonFiniteError):
         train_run(tmp_path, "all", resume=True, allow_non_finite=True, max_skipped_steps=2)
     assert re.search(problem, caplog.text)
+    source = open_model_source(tmp_path / "all")
+    with pytest.raises(NonFiniteCheckpoint, match=f"{problem}.*--checkpoint"):
+        load_decoder(source, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_a_nan_gradient_does_not_reach_the_moments(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ A compiler cannot trace communication that overlaps. An operator contains it, an
 with it is in the same operator or between two. So a compiled block is one graph, with the numbers
 and the order of calls of uncompiled code.
 
-An operator that begins communication returns a ticket, a number in host memory, and the work stays
-here until an operator with this ticket waits for it. What is sent must stay here too: compiled code
-reuses the memory of a tensor after the last operator that takes it.
+An operator that begins communication returns a ticket (`PendingCommunication`), with which another
+one waits for it. What is sent stays there too: compiled code reuses the memory of a tensor after
+the last operator that takes it.
 
     operator                waits for        a recomputation keeps its results with
     launch_gathers          -                the gathered tokens
@@ -22,7 +22,6 @@ Legend: as in `communication`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,14 +29,13 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.pipelined.communication import PendingSums, find_communication
+from shardwright.parallel.pipelined.pending_communication import PendingCommunication
 
-_gathers: dict[int, tuple[Tensor, list[Any]]] = {}
-"""Tokens that are sent and the gather of each chunk, by ticket."""
+_gathers: PendingCommunication[tuple[Tensor, list[Any]]] = PendingCommunication(torch.int64)
+"""Tokens that are sent and the gather of each chunk."""
 
-_sums: dict[int, PendingSums] = {}
-"""Sums over ranks that have begun, by ticket."""
-
-_tickets = itertools.count(1)
+_sums: PendingCommunication[PendingSums] = PendingCommunication(torch.int64)
+"""Sums over ranks that have begun."""
 
 
 @torch.library.custom_op(
@@ -49,14 +47,12 @@ def launch_gathers(x_BSD: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Begin to gather all tokens, `[C, N / C, D]`; returns them and the ticket."""
     own_BSD = x_BSD.clone()
     gathered, works = find_communication(name).launch_gathers(own_BSD)
-    ticket = next(_tickets)
-    _gathers[ticket] = own_BSD, works
-    return gathered, torch.tensor(ticket)
+    return gathered, _gathers.add((own_BSD, works))
 
 
 @launch_gathers.register_fake
 def _fake_launch_gathers(x_BSD: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return _allocate_gathered(x_BSD, name), torch.empty((), dtype=torch.int64, device="cpu")
+    return _allocate_gathered(x_BSD, name), _gathers.allocate_ticket()
 
 
 def _allocate_gathered(x_BSD: Tensor, name: str) -> Tensor:
@@ -82,7 +78,7 @@ def multiply_arriving(
     name: str,
 ) -> list[Tensor]:
     """Multiply gathered tokens by each matrix, `[B, L, O]`, chunk by chunk as they arrive."""
-    _, works = _gathers.pop(int(ticket), (None, []))
+    _, works = _gathers.pop(ticket, (gathered, []))
     return find_communication(name).multiply_arriving(
         gathered, works, list(zip(matrices, biases, strict=True)), num_sequences
     )
@@ -136,7 +132,7 @@ def multiply_gathered_rows(
 ) -> Tensor:
     """Multiply gathered rows and other rows, summed over rows: `gathered.t() @ other` if
     `is_left`, else `other.t() @ gathered`. Waits for the gather if it is pending."""
-    _, works = _gathers.pop(int(ticket), (None, []))
+    _, works = _gathers.pop(ticket, (gathered, []))
     if works:
         find_communication(name).wait(works)
     rows_ND = gathered.flatten(0, 1)
@@ -182,16 +178,14 @@ def launch_sums(
 ) -> Tensor:
     """Multiply gathered rows, `[C, N / C, O]`, by each matrix, add, and begin to sum over the
     ranks; returns the ticket."""
-    ticket = next(_tickets)
-    _sums[ticket] = find_communication(name).launch_sums(gathered, matrices, num_sequences)
-    return torch.tensor(ticket)
+    return _sums.add(find_communication(name).launch_sums(gathered, matrices, num_sequences))
 
 
 @launch_sums.register_fake
 def _fake_launch_sums(
     gathered: Sequence[Tensor], matrices: Sequence[Tensor], num_sequences: int, name: str
 ) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    return _sums.allocate_ticket()
 
 
 @torch.library.custom_op(
@@ -211,7 +205,7 @@ def finish_sums(
 
     `earlier` are results that compiled code computes before: they need not wait for the sums.
     """
-    return _sums.pop(int(ticket)).finish()
+    return _sums.pop(ticket).finish()
 
 
 @finish_sums.register_fake

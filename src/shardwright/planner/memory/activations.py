@@ -51,6 +51,10 @@ from shardwright.planner.memory.block_weights import (
     count_product_elements,
     get_weight_bytes,
 )
+from shardwright.planner.memory.feed_forward_activations import (
+    compute_feed_forward_bytes,
+    count_saved_index_bytes,
+)
 from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
@@ -92,7 +96,8 @@ def get_layer_activations(
         layout.sequence_parallel,
         layout.async_tensor_parallel,
         candidate.num_expert_parts,
-        layout.expert_dispatch == "padded" and layout.expert_row_limit,
+        layout.expert_dispatch,
+        layout.expert_row_limit,
         layout.cp_method,
         candidate.micro_batch_size,
         candidate.sequence_length,
@@ -127,7 +132,7 @@ def get_layer_activations(
             if quantising and candidate.precision == "nvfp4" and candidate.recompute == "selective":
                 # Results of kernels are saved, and multiplied by the outer scales of rows. The
                 # forward pass has both; a recomputation frees the first.
-                _, products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+                _, products, _ = compute_feed_forward_bytes(facts, kind, candidate)
                 quantising += products + block.inner + block.gathered
             cached = replace(cached, quantising_bytes=quantising)
         facts.activation_cache[key] = cached
@@ -153,7 +158,7 @@ def _compute_layer_activations(
     residual = stream * shape.hidden_size * size
     matmul_input = _compute_column_input_bytes(candidate, facts)
     attention = compute_attention_bytes(facts, kind, candidate)
-    inner, inner_matmuls, inner_gradients = _compute_feed_forward_bytes(facts, kind, candidate)
+    inner, inner_matmuls, inner_gradients = compute_feed_forward_bytes(facts, kind, candidate)
 
     num_pre_norms = sum(
         name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
@@ -200,11 +205,12 @@ def _compute_layer_activations(
         )
     if mode == "none":
         return LayerActivations(total, 0.0, gradients, *deferred)
+    indices = count_saved_index_bytes(facts, kind, candidate)
     if mode == "mixed":
         assert kind.saved_results is not None
         results = compute_result_bytes(facts, kind, candidate)
         saved_sizes = {name: results.get(name, 0.0) for name in kind.saved_results}
-        saved = residual + sum(saved_sizes.values())
+        saved = residual + indices + sum(saved_sizes.values())
         # Only a norm reads the result of a branch's last product again. Otherwise it is freed as
         # soon as the block has run again, and no part of `total`.
         if num_post_norms == 0:
@@ -213,21 +219,14 @@ def _compute_layer_activations(
         if "gathered" in saved_sizes and experts and not experts.shared_intermediate_size:
             saved_sizes["gathered"] -= matmul_input * _is_gathered(candidate)  # no product saves it
         # Nor is the product of queries and keys, of which only the softmax is saved.
-        repeated = total - residual - sum(saved_sizes.values())
+        repeated = total - residual - indices - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
         return LayerActivations(saved, max(0.0, repeated), gradients, *deferred)
     # The block's input is saved in any case.
     if candidate.recompute == "full":
-        return LayerActivations(residual, total - residual, gradients, *deferred)
-    communication = released = 0.0
-    if candidate.layout.tp > 1:
-        results = compute_result_bytes(facts, kind, candidate)
-        released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
-        released += residual * shape.is_block_end_read
-        communication = released
-        if kind.shape.sparse:
-            # The weighted sum of the experts' results.
-            communication += _compute_branch_output_bytes(candidate, facts)
+        saved = residual + indices
+        return LayerActivations(saved, total - saved, gradients, *deferred)
+    communication, released = _compute_communicated_bytes(facts, kind, candidate)
     adapter_results = compute_adapter_result_bytes(facts, kind, candidate)
     saved, recomputed = engine.compute_selective_bytes(
         BlockBytes(
@@ -237,7 +236,7 @@ def _compute_layer_activations(
             _compute_branch_output_bytes(candidate, facts),
             attention.output,
             attention.scores,
-            communication if candidate.layout.tp > 1 else None,
+            communication,
             released,
             adapter_results,
         ),
@@ -248,7 +247,29 @@ def _compute_layer_activations(
         # The end of the forward pass, next to all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
         recomputed = max(recomputed, ending - gradients)
+    if indices:
+        saved += indices
+        recomputed -= indices
+        if candidate.layout.tp == 1:  # the weighted sum is no product
+            saved -= _compute_branch_output_bytes(candidate, facts)
     return LayerActivations(saved, recomputed, gradients, *deferred)
+
+
+def _compute_communicated_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float | None, float]:
+    """Return bytes of results of tensor-parallel communication that `selective` keeps, None
+    without tensor parallelism, and the part that is freed when the block has run again."""
+    if candidate.layout.tp == 1:
+        return None, 0.0
+    results = compute_result_bytes(facts, kind, candidate)
+    released = sum(results.get(name, 0.0) for name in ("gathered", "attention_out"))
+    stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
+    released += stream * facts.shape.is_block_end_read
+    if kind.shape.sparse and not candidate.has_rows_per_rank:
+        # The weighted sum of the experts' results.
+        return released + _compute_branch_output_bytes(candidate, facts), released
+    return released, released
 
 
 def compute_result_bytes(
@@ -267,7 +288,7 @@ def compute_result_bytes(
     }
     if _is_gathered(candidate):
         results["gathered"] = 2.0 * branch_output
-    _, inner_products, _ = _compute_feed_forward_bytes(facts, kind, candidate)
+    _, inner_products, _ = compute_feed_forward_bytes(facts, kind, candidate)
     experts = facts.shape.experts if kind.shape.sparse else None
     if experts is None:
         is_end_saved = candidate.layout.tp == 1 or facts.shape.is_block_end_read
@@ -320,6 +341,9 @@ def build_block_tensors(
         has_post_norms=shape.names.post_mlp_norm is not None,
         is_repeated=is_repeated,
         num_expert_parts=candidate.num_expert_parts if layout.ep > 1 else 0,
+        exchanged=0.0
+        if experts is None or not candidate.has_rows_per_rank
+        else candidate.count_exchanged_rows(experts) * shape.hidden_size * size,
         is_pipelined=layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"),
         is_deferred=False,
         is_adapted=candidate.adapter is not None,
@@ -417,34 +441,3 @@ def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> flo
     """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
     reduction."""
     return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-
-
-def _compute_feed_forward_bytes(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
-) -> tuple[float, float, float]:
-    """Return bytes of one layer's feed-forward or experts: saved, results of matmuls among
-    them, and gradients in flight."""
-    shape = facts.shape
-    size = candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens
-    tp = candidate.layout.tp
-    experts = shape.experts if kind.shape.sparse else None
-    gated = shape.is_gated or experts is not None
-    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles).gated if gated else 2.0
-    num_projections = 2.0 if gated else 1.0
-    if experts is None:
-        wide = tokens * shape.intermediate_size / tp * size
-        return tensors * wide, num_projections * wide, (num_projections + 1) * wide
-    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and
-    # in token order.
-    rows = candidate.count_sent_rows(experts.experts_per_token)
-    wide = rows * experts.intermediate_size / tp * size
-    dispatched = rows * shape.hidden_size * size
-    shared = tokens * experts.shared_intermediate_size / tp * size
-    router = tokens * experts.num_experts * 4
-    saved = tensors * (wide + shared) + 3 * dispatched + 2 * router
-    return (
-        saved,
-        num_projections * (wide + shared) + dispatched,
-        (num_projections + 1) * wide + dispatched,
-    )

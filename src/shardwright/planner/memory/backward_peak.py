@@ -5,9 +5,9 @@ gradients that it read when it has finished. Products also free the cast of thei
 the gradient of the weight, which is first computed in the compute precision.
 
 Bytes on this rank, from the block's output to its input: r the residual stream, n all of its tokens
-at model width, f feed-forward width, q queries, k keys, e rows sent to experts, w a norm's
-gradient, s gradients of scores if attention is not fused. `during`: allocated during the operation;
-`change`: of the live bytes, when it has finished.
+at model width, f feed-forward width, q queries, k keys, e rows of experts, v rows that are sent
+once per rank, w a norm's gradient, s gradients of scores if attention is not fused. `during`:
+allocated during the operation; `change`: of the live bytes, when it has finished.
 
     operation       during        change                       freed
     post norm       w             0                            its input
@@ -19,6 +19,9 @@ gradient, s gradients of scores if attention is not fused. `during`: allocated d
     up, gate        n, 2 n        n - f, -f - n                gradients; their common input
     experts' up     2 f, e        -2 f                         gradients; rows
     gather of rows  2 e           n - e                        gradients of rows
+    sums of ranks   v             v
+    sums of rows    e             -v                           results of experts
+    copies of rows  v, n          v - e, n - v                 gradients of copies
     norm            w             -r                           its input
     residual        r             -r
     output          q             q                            nothing: attention has its input
@@ -114,6 +117,8 @@ class BlockTensorBytes:
     """True if the block's forward pass is repeated before its backward pass."""
     num_expert_parts: int
     """Number of parts in which rows are sent to experts of other ranks; 0 if none are sent."""
+    exchanged: float
+    """Rows that are exchanged if a token's row is sent once per rank; 0 if once per choice."""
     is_pipelined: bool
     """True if products of dense layers overlap with tensor-parallel communication."""
     is_deferred: bool
@@ -148,7 +153,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         # gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
         num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
-        peak += tensor_bytes.routed * num_results
+        peak += 2.0 * tensor_bytes.exchanged or tensor_bytes.routed * num_results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
     if tensor_bytes.is_repeated:
         peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
@@ -306,19 +311,31 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     """List the operations of routed experts, whose gate and up are one product."""
     inner = block.inner
     rows = block.routed
-    exchange = _Operation(2.0 * rows, 0.0)
-    yield _Operation(rows + (block.gathered if block.should_gather_gradient else 0.0), 0.0)
-    yield _Operation(rows, -rows)
-    if block.num_expert_parts:
+    sent = block.exchanged
+    gathered = block.gathered if block.should_gather_gradient else 0.0
+    exchange = _Operation(sent or 2.0 * rows, 0.0)
+    if sent:
+        yield _Operation(sent + gathered, sent)
         yield exchange
+        yield _Operation(rows, -sent)
+    else:
+        yield _Operation(rows + gathered, 0.0)
+        yield _Operation(rows, -rows)
+        if block.num_expert_parts:
+            yield exchange
     down = (block.elements.down, block.temporaries.down)
     yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down)
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
     up = (block.elements.up, block.temporaries.up)
     yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up)
-    if block.num_expert_parts:
+    if sent:
+        yield _Operation(sent, sent - rows)
         yield exchange
-    yield _Operation(2.0 * rows, block.gathered - rows)
+        yield _Operation(block.gathered, block.gathered - sent)
+    else:
+        if block.num_expert_parts:
+            yield exchange
+        yield _Operation(2.0 * rows, block.gathered - rows)
     # The router's input is freed; it is at least as large as the dense input of a product.
     yield _Operation(block.gathered, -block.gathered)

@@ -113,7 +113,9 @@ def _count_process_groups(candidate: Candidate) -> int:
         layout.tp,
         layout.ep,
     )
-    return sum(degree > 1 for degree in degrees)
+    return sum(degree > 1 for degree in degrees) + candidate.engine.count_other_communicators(
+        layout
+    )
 
 
 def _compute_loss_peak(

@@ -89,6 +89,12 @@ class FrameworkConventions(EngineModel):
     update_copy_bytes: float = 0.0
     """Bytes per updated parameter of gradients that the update first copies into one tensor,
     which also needs memory of its own."""
+    reduced_elements: float = 0.0
+    """Gradients that zero_stage 1 copies into one tensor to reduce them. No freed activation is as
+    large, so it needs memory of its own."""
+    has_pipeline_grid: bool = False
+    """A rank also communicates with all ranks, with those of its model copy, and with each
+    neighbouring stage alone."""
     has_unsharded_gradients: bool = False
     """zero_stage 1 stores unsharded gradients even without accumulation (buffers that persist
     for the whole run)."""
@@ -234,6 +240,11 @@ class FrameworkConventions(EngineModel):
     def has_late_sums(self, zero_stage: int) -> bool:
         return zero_stage == 1 and self.has_unsharded_sums
 
+    def count_other_communicators(self, layout: Layout) -> int:
+        if not self.has_pipeline_grid:
+            return 0
+        return sum((layout.world_size > 1, layout.tp * layout.pp > 1, layout.pp > 1, layout.pp > 2))
+
     def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
         return num_elements * self.micro_batch_gradient_bytes
 
@@ -264,6 +275,9 @@ class FrameworkConventions(EngineModel):
         update_copies = self.update_copy_bytes * (
             trained.sharded if layout.zero_stage else trained.local
         )
+        if is_sharded:
+            reduced = min(self.reduced_elements, trained.local)
+            update_copies += reduced * (self.reduce_bytes or 0.0)
         # The freed logits leave blocks of the copies' size.
         return late_shards + fresh + max(0.0, update_copies - peak_logit_bytes)
 

@@ -180,9 +180,11 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         sequence_parallel=False,
     ),
     "megatron-deepspeed": FrameworkDefaults(
-        # The step flattens a shard's gradients and casts them to fp32
-        # (runtime/zero/stage_1_and_2.py), each into one tensor. Its BF16_Optimizer keeps bf16
-        # gradients and their fp32 sums.
+        # The reduction flattens up to 5e8 gradients at a time, the step those of a shard, which it
+        # casts to fp32 (runtime/zero/stage_1_and_2.py), each into one tensor. Its BF16_Optimizer
+        # keeps bf16 gradients and their fp32 sums, which it flattens likewise
+        # (runtime/pipe/engine.py). NCCL creates a communicator for each pair of stages that send,
+        # and the check for overflows one for a model copy (runtime/pipe/topology.py).
         replace(
             _MIXED_PRECISION,
             name="megatron-deepspeed",
@@ -190,6 +192,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             gradient_bytes=2.0,
             has_separate_gradient_sum=True,
             update_copy_bytes=6.0,
+            reduced_elements=5e8,
+            has_pipeline_grid=True,
             reduce_bytes=2.0,
             has_unsharded_gradients=True,
             score_bytes=_FUSED_SOFTMAX_BYTES,
@@ -359,6 +363,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             name="gpt-neox",
             gradient_bytes=2.0,
             update_copy_bytes=6.0,
+            reduced_elements=5e8,
+            has_pipeline_grid=True,
             reduce_bytes=2.0,
             has_unsharded_gradients=True,
         ),

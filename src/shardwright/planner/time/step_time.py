@@ -17,6 +17,7 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import (
     compute_host_update_seconds,
     compute_transfer_seconds,
+    count_moving_moments,
     get_transfer_rate,
 )
 from shardwright.planner.prediction import TimeParts
@@ -261,8 +262,8 @@ def _compute_update_seconds(
             candidate, num_elements, moved_bytes, backward_seconds, profile
         )
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
+    moments = count_moving_moments(candidate, num_elements * state_bytes)
     if moved.gradients:
-        moments = num_elements * state_bytes
         arriving = moved.weights + moved.gradients
         return max(
             seconds,
@@ -277,7 +278,7 @@ def _compute_update_seconds(
     return candidate.engine.compute_offloaded_update_seconds(
         seconds,
         num_elements,
-        num_elements * state_bytes,
+        moments,
         get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
         costs.network.cluster.gpus_per_node,
     )

@@ -33,7 +33,7 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 from shardwright.layout.saved_results import ResultName
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import EXCHANGE_INDEX_BYTES, Candidate
 from shardwright.planner.memory.attention_activations import resolve_context_method
 from shardwright.planner.model_costs import (
     LayerKind,
@@ -108,7 +108,7 @@ def compute_layer_traffic(
     maxima = compute_maxima_seconds(facts, kind, candidate, network, groups["tp"])
     tensor_forward += maxima[0]
     tensor_backward += maxima[1]
-    expert = _compute_expert_seconds(facts, kind, candidate, network, groups)
+    expert, expert_repeated = _compute_expert_seconds(facts, kind, candidate, network, groups)
     context_forward, context_backward, can_overlap = _compute_context_seconds(
         facts, candidate, network, groups["cp"]
     )
@@ -125,7 +125,7 @@ def compute_layer_traffic(
         seconds.backward - seconds.attention_backward,
         context_backward + repeats_attention * context_forward,
         seconds.attention_backward,
-        expert * (1 + is_recomputed),
+        expert + is_recomputed * expert_repeated,
         seconds.experts_backward,
     )
     return (
@@ -278,21 +278,29 @@ def _compute_expert_seconds(
     candidate: Candidate,
     network: NetworkModel,
     groups: dict[str, StridedGroup],
-) -> float:
+) -> tuple[float, float]:
     """Compute seconds of one direction, for the busiest rank: rows sent to their experts, and
-    results sent back."""
+    results sent back; and seconds of a recomputation."""
     experts = facts.shape.experts
     spread = candidate.engine.count_expert_tensor_ranks(candidate.layout.tp)
     if experts is None or not kind.shape.sparse or groups["ep"].num_ranks * spread == 1:
-        return 0.0
+        return 0.0, 0.0
     group = StridedGroup(groups["ep"].num_ranks * spread, groups["ep"].stride // spread)
     per_row = facts.shape.hidden_size * candidate.activation_bytes
+    if candidate.has_rows_per_rank:
+        choices = candidate.count_expert_rows(experts.experts_per_token)
+        sent = network.time_all_to_all(group, candidate.count_exchanged_rows(experts) * per_row)
+        sent += network.time_all_to_all(group, choices * candidate.activation_bytes)  # weights
+        # Places of choices among the rows are exchanged once, before the forward pass's rows.
+        both = 2 * sent + network.time_all_to_all(group, choices * EXCHANGE_INDEX_BYTES)
+        return both, both if facts.shape.is_block_end_read else sent
     tokens = candidate.count_sent_rows(experts.experts_per_token) / experts.experts_per_token
     tokens /= spread
     sequence_group = groups["tp"] if candidate.layout.sequence_parallel and spread == 1 else None
-    return candidate.engine.time_expert_exchange(
+    seconds = candidate.engine.time_expert_exchange(
         network, group, experts, tokens, per_row, sequence_group
     )
+    return seconds, seconds
 
 
 def _get_tensor_overlap(layout: Layout) -> float:

@@ -52,7 +52,11 @@ def read_case(**row: object) -> PublishedRun:
 
 
 def predict_parts(
-    conventions: FrameworkConventions, layout: Layout | None = None, **candidate: object
+    conventions: FrameworkConventions,
+    layout: Layout | None = None,
+    *,
+    efficiency: Efficiency = NO_OVERHEAD,
+    **candidate: object,
 ) -> MemoryParts:
     facts = ModelFacts(models.read_shape("llama"))
     load = StageLoad(tuple(kind.count for kind in facts.kinds))
@@ -60,7 +64,7 @@ def predict_parts(
         facts,
         Candidate(layout or Layout(), 64, engine=conventions, **candidate),
         load,
-        NO_OVERHEAD,
+        efficiency,
     )  # type: ignore[arg-type]
 
 
@@ -168,13 +172,39 @@ def test_the_update_copies_gradients_unless_logits_leave_a_free_block() -> None:
     layout = Layout(dp_shard=4, zero_stage=1)
     conventions = replace(FRAMEWORK_DEFAULTS["megatron-deepspeed"].conventions, logit_bytes=0.0)
 
-    def predict_reserve(**changes: float) -> float:
+    def predict_reserve(layout: Layout = layout, **changes: float) -> float:
         changed = replace(conventions, **changes)  # type: ignore[arg-type]
         return predict_parts(changed, layout, loss_chunk_tokens=None).reserve
 
-    assert predict_reserve() == pytest.approx(6 * num / 4)
+    bucket = min(5e8, num)
+    assert predict_reserve() == pytest.approx(6 * num / 4 + 2 * bucket)
+    assert predict_reserve(reduce_bytes=4.0) == pytest.approx(6 * num / 4 + 4 * bucket)
+    assert predict_reserve(reduced_elements=1e6) == pytest.approx(6 * num / 4 + 2e6)
+    assert predict_reserve(Layout(dp_shard=1, zero_stage=1)) == pytest.approx(6 * num)
     assert predict_reserve(logit_bytes=1e6) == 0
-    assert predict_reserve(update_copy_bytes=0.0) == 0
+    assert predict_reserve(update_copy_bytes=0.0, reduced_elements=0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_others"),
+    [
+        (Layout(), 0),
+        (Layout(dp_shard=4, zero_stage=1), 1),  # all ranks
+        (Layout(tp=2), 2),  # and those of the model copy
+        (Layout(pp=2), 3),  # and the next stage
+        (Layout(pp=4, tp=2, dp_shard=2, zero_stage=1), 4),  # and the stage before
+    ],
+)
+def test_pipelines_of_deepspeed_have_communicators_of_their_own(
+    layout: Layout, num_others: int
+) -> None:
+    conventions = FRAMEWORK_DEFAULTS["megatron-deepspeed"].conventions
+    efficiency = replace(NO_OVERHEAD, communicator_bytes=1.0)
+    more = predict_parts(conventions, layout, efficiency=efficiency)
+    less = predict_parts(
+        replace(conventions, has_pipeline_grid=False), layout, efficiency=efficiency
+    )
+    assert more.driver - less.driver == num_others
 
 
 def test_gradient_shards_of_a_separate_stream_add_to_the_peak() -> None:

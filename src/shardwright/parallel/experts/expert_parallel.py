@@ -34,11 +34,11 @@ from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
 from shardwright.model.communication_results import keep_statistic
 from shardwright.model.products.grouped_matmul import take_first
-from shardwright.parallel import row_exchange
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.experts import row_exchange
+from shardwright.parallel.experts.row_exchange import TracedCounts
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.row_exchange import TracedCounts
 
 
 def build_token_dispatcher(
@@ -104,8 +104,6 @@ class TokenDispatcher:
     With one such rank only statistics are exchanged, between the ranks that share a row.
     """
 
-    rows_per_rank: int | None = None
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -121,10 +119,6 @@ class TokenDispatcher:
         self.num_parts = num_parts
         self.num_row_ranks = 1 if row_group is None else row_group.size()
         self.loss_share = 1.0 / tensor_degree
-
-    def exchange_padded_counts(self, counts_Pe: Tensor) -> ExchangedCounts | TracedCounts:
-        """Not called: these exchanges are exact."""
-        raise NotImplementedError
 
     def exchange_counts(
         self, counts_HE: Tensor, num_choices: Sequence[int]
@@ -143,7 +137,7 @@ class TokenDispatcher:
         assert self.group is not None
         sent_HPe = counts_HE.unflatten(1, (self.degree, -1))
         received_HPe = row_exchange.exchange_equal_parts(sent_HPe, self.group)
-        host_counts = _read_row_counts(sent_HPe, received_HPe, num_choices)
+        host_counts = read_row_counts(sent_HPe, received_HPe, num_choices)
         return [
             ExchangedCounts(received_Pe, send, receive)
             for received_Pe, (send, receive) in zip(received_HPe, host_counts, strict=True)
@@ -190,8 +184,7 @@ class TokenDispatcher:
         self, rows_XD: Tensor, send: list[int], receive: list[int]
     ) -> Callable[[], Tensor]:
         assert self.group is not None
-        exchange = _AllToAllExchange(self.group, send, receive)
-        return partial(_AllToAllFinish.apply, _AllToAllStart.apply(rows_XD, exchange), exchange)
+        return start_exchange(rows_XD, send, receive, self.group)
 
     def sum_over_row(self, x: Tensor) -> Tensor:
         """Sum `x` in place over the ranks that share a row's tokens, without gradient."""
@@ -225,7 +218,15 @@ class TokenDispatcher:
         return row_BTK
 
 
-def _read_row_counts(
+def start_exchange(
+    rows_XD: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Start to exchange rows outside compiled code; return the function that waits for them."""
+    exchange = _AllToAllExchange(group, send, receive)
+    return partial(_AllToAllFinish.apply, _AllToAllStart.apply(rows_XD, exchange), exchange)
+
+
+def read_row_counts(
     sent_HPe: Tensor, received_HPe: Tensor, num_rows: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
     """Read on the host how many rows of each part go to and come from each rank.

@@ -5,9 +5,9 @@ rows go where. So a block with experts on several ranks is one graph. Sizes that
 tells are symbols of the graph, so other numbers of rows compile nothing again.
 
 An exchange is two operators, one that starts it and one that waits for it, with other work
-between them. The first returns a ticket, a number in host memory; the pending buffer stays here
-until the second one fetches it. The gradient of the second starts the exchange back, and the
-gradient of the first waits for it, so the ticket's gradient is another ticket.
+between them. The first returns a ticket (`PendingCommunication`), with which the second one fetches
+the rows. The gradient of the second starts the exchange back, and the gradient of the first waits
+for it, so the ticket's gradient is another ticket.
 
 Rows are on one of two sides: `tokens`, on the ranks of their tokens, in the order in which they
 are sent; or `experts`, on the ranks of their experts, sorted by expert. An operator with
@@ -19,7 +19,6 @@ side, R rows on the experts' side, X rows on either, D hidden.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.pipelined.pending_communication import PendingCommunication
 
 
 def exchange_equal_parts(sent_HPe: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -190,11 +190,9 @@ def _fake_sort_received(received_Pe: Tensor, host_counts_2P: Tensor) -> Tensor:
     return received_Pe.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-_pending: dict[int, tuple[Tensor, Tensor, Any]] = {}
-"""Rows that are sent, buffer of those received, and work of each exchange that has been started
-and not finished, by its ticket."""
-
-_tickets = itertools.count(1)
+_exchanges: PendingCommunication[tuple[Tensor, Tensor, Any]] = PendingCommunication(torch.float64)
+"""Rows that are sent, buffer of those received, and work. Tickets are floats, so that they may
+require gradients."""
 
 
 @torch.library.custom_op(
@@ -214,16 +212,14 @@ def _start_exchange(
         send, receive = receive, send
     buffer_XD = rows_XD.new_empty(sum(receive), rows_XD.shape[1])
     work = start_all_to_all(buffer_XD, rows_XD, receive, send, _groups_by_name[group_name])
-    ticket = next(_tickets)
-    _pending[ticket] = rows_XD, buffer_XD, work
-    return torch.tensor(ticket, dtype=torch.float64)
+    return _exchanges.add((rows_XD, buffer_XD, work))
 
 
 @_start_exchange.register_fake
 def _fake_start_exchange(
     rows_XD: Tensor, order_R: Tensor | None, host_counts_2P: Tensor, group_name: str
 ) -> Tensor:
-    return torch.empty((), dtype=torch.float64, device="cpu")
+    return _exchanges.allocate_ticket()
 
 
 @torch.library.custom_op(
@@ -242,7 +238,7 @@ def _finish_exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    _, buffer_XD, work = _pending.pop(int(ticket.item()))
+    _, buffer_XD, work = _exchanges.pop(ticket)
     wait_all_to_all(work)
     return buffer_XD if order_R is None else buffer_XD.index_select(0, order_R)
 
