@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model import moe
@@ -231,6 +233,36 @@ def lose_gradients_of_sent_weights() -> Iterator[None]:
 
     with patch.object(token_exchange, "sum_copies", add_detached):
         yield
+
+
+@contextmanager
+def ignore_rows_beyond_limit() -> Iterator[None]:
+    """Apply gradients of padded exchanges that have omitted rows."""
+    count = RouterTotals.count_beyond_limit
+    with patch.object(RouterTotals, "count_beyond_limit", lambda *arguments: 0 * count(*arguments)):
+        yield
+
+
+@contextmanager
+def sum_padding_into_bias() -> Iterator[None]:
+    """Give rows of padding the bias of the last expert; their gradients are undefined."""
+
+    def repeat_last(bias_EF: Tensor, _: Any) -> Tensor:
+        return torch.cat([bias_EF, bias_EF[-1:]])
+
+    functions = SimpleNamespace(linear=F.linear, pad=repeat_last)
+    with patch.object(moe, "F", functions), _fill_new_memory():
+        yield
+
+
+@contextmanager
+def _fill_new_memory() -> Iterator[None]:
+    """Fill memory with NaN when it is allocated."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
