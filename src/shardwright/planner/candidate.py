@@ -224,10 +224,16 @@ class Candidate:
 
     def count_sent_rows(self, experts_per_token: int) -> float:
         """Count the same rows with those of padding, which are sent and stored but not computed."""
-        padded = self.layout.ep > 1 and self.layout.expert_dispatch == "padded"
-        even = self.micro_batch_tokens * experts_per_token
         rows = self.count_expert_rows(experts_per_token)
-        return max(rows, even * self.layout.expert_row_limit) if padded else rows
+        if not self.has_padding:
+            return rows
+        even = self.micro_batch_tokens * experts_per_token
+        return max(rows, even * self.layout.expert_row_limit)
+
+    @property
+    def has_padding(self) -> bool:
+        """True if ranks exchange equal numbers of rows for experts."""
+        return self.layout.ep > 1 and self.layout.expert_dispatch == "padded"
 
     @property
     def has_rows_per_rank(self) -> bool:

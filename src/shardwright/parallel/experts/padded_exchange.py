@@ -106,13 +106,18 @@ class PaddedExchange:
         assert routing.places is not None
         choices_X, places_M, counts_Pe, _ = routing.places
         weights_NK = routing.weights_NK
-        rows_XD = take_rows(x_ND, choices_X, places_M, weights_NK.shape[1])
-        finish = self._dispatcher.start_dispatch(rows_XD, self._exchange_counts(counts_Pe))
+        counts = self._exchange_counts(counts_Pe)
+        finish = self._dispatcher.start_dispatch(
+            take_rows(x_ND, choices_X, places_M, weights_NK.shape[1]), counts
+        )
         overlapped = None if overlapped_compute is None else overlapped_compute()
         dispatched = finish()
-        out_XD = experts(dispatched.rows_RD, dispatched.counts_e)
-        returned_XD = self._dispatcher.start_combine(out_XD, dispatched)()
-        out_MD = take_rows(returned_XD, places_M, choices_X, 1)
+        del finish  # it refers to the rows as received
+        finish = self._dispatcher.start_combine(
+            experts(dispatched.rows_RD, dispatched.counts_e), dispatched
+        )
+        out_MD = take_rows(finish(), places_M, choices_X, 1)
+        del finish
         out_NKD = out_MD.unflatten(0, tuple(weights_NK.shape))
         return (weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 

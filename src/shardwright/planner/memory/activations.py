@@ -344,6 +344,9 @@ def build_block_tensors(
         exchanged=0.0
         if experts is None or not candidate.has_rows_per_rank
         else candidate.count_exchanged_rows(experts) * shape.hidden_size * size,
+        unpadded=0.0
+        if experts is None or not candidate.has_padding
+        else tokens * experts.experts_per_token * shape.hidden_size * size,
         is_pipelined=layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"),
         is_deferred=False,
         is_adapted=candidate.adapter is not None,
