@@ -113,7 +113,7 @@ def check_low_precision(
             "would quantise",
             field="layout.expert_dispatch",
             got="padded",
-            allowed="whole, halves",
+            allowed="whole, halves, once_per_rank",
             remedy=f"Choose another, or leave experts out of precision.{section.kind}.targets",
         )
     _check_token_scales(placement, section)
