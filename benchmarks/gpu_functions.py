@@ -16,6 +16,7 @@ import logging
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_profile import wait
 from shardwright.config.training import OptimizerSection
+from shardwright.errors import RecipeError
 from shardwright.layout import ParameterBox, ParameterLayout
 from shardwright.model.attention.rope import rotate
 from shardwright.model.mlp import apply_gate
@@ -367,12 +369,21 @@ def main() -> None:
     sizes = sys.argv[2]
     elements = sum(rows * columns for rows, columns in _SHAPES[sizes].values())
     result: dict[str, Any] = {"num_elements": elements, "functions": {}}
+    failures = []
     for name in CASES:
         if name == LIGER_CASE and (obstacle := find_liger_obstacle(device)):
             print(f"{name}: not measured, {obstacle}")
             continue
-        result["functions"][name] = measure(name, sizes, device)
+        try:
+            result["functions"][name] = measure(name, sizes, device)
+        except RecipeError as error:  # a package that this Python lacks
+            print(f"{name}: not measured, {error}")
+        except Exception as error:  # the other cases are still measured
+            traceback.print_exc()
+            failures.append(f"{name}: {type(error).__name__}: {error}")
         Path(sys.argv[3]).write_text(json.dumps(result, indent=1) + "\n")
+    if failures:
+        sys.exit("; ".join(failures))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ A recipe without a kernel on the device has the reason. A CPU emulates; its figu
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -331,10 +333,23 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Compare everything, and write the result after each comparison."""
-    device = torch.device(sys.argv[1])
-    name = sys.argv[2]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("sizes", choices=SIZES)
+    parser.add_argument("result", type=Path)
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="comparisons to make, as 'steps/rowwise*' or 'curves/*'; repeatable",
+    )
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    name: str = arguments.sizes
     sizes = SIZES[name]
-    target = Path(sys.argv[3])
+    target: Path = arguments.result
+    patterns = arguments.only or ["*"]
     obstacles = {recipe: find_obstacle(recipe, device) for recipe in RECIPE_NAMES}
     usable = [recipe for recipe, obstacle in obstacles.items() if obstacle is None]
     shape_name = "llama-3-8b-12-layers" if name == "real" else "tiny"
@@ -347,6 +362,8 @@ def main() -> None:
     }
 
     def record(section: str, key: str, work: Callable[[], dict[str, Any]]) -> None:
+        if not any(fnmatchcase(f"{section}/{key}", pattern) for pattern in patterns):
+            return
         result[section][key] = attempt(work)
         target.write_text(json.dumps(result, indent=1) + "\n")
 

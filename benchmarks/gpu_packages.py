@@ -23,16 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 64 * 2**20
 """Most that some machines accept besides the sources."""
 PACKAGES = (
-    "accelerate", "annotated-doc", "annotated-types", "anyio", "click", "filelock", "fsspec",
-    "h11", "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "hypothesis", "idna", "iniconfig",
-    "jinja2", "markdown-it-py", "markupsafe", "mdurl", "numpy", "packaging", "peft", "pluggy",
-    "psutil", "pydantic", "pydantic-core", "pygments", "pytest", "pytest-timeout", "pyyaml",
-    "regex", "rich", "safetensors", "shellingham", "sortedcontainers", "tokenizers", "tqdm",
+    "accelerate", "annotated-doc", "annotated-types", "anyio", "click", "filelock", "fsspec", "h11",
+    "hf-xet", "httpcore2", "httpx2", "huggingface-hub", "hypothesis", "idna", "iniconfig", "jinja2",
+    "markdown-it-py", "markupsafe", "mdurl", "numpy", "packaging", "peft", "pluggy", "psutil",
+    "pydantic", "pydantic-core", "pygments", "pytest", "pytest-timeout", "pyyaml", "regex", "rich",
+    "safetensors", "shellingham", "sortedcontainers", "tokenizers", "torchao", "tqdm",
     "transformers", "truststore", "typer", "typing-extensions", "typing-inspection",
 )  # fmt: skip
 """All that `make gpu` imports except torch and its own requirements. pyarrow is too large, and only
 files in its formats need it."""
-_PLATFORMS = ("manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_28_x86_64")
+PEER_PACKAGES = ("liger-kernel",)
+"""Those of contenders and optional kernels, which need Triton and so a GPU."""
+_PLATFORMS = (
+    *("manylinux_2_17_x86_64", "manylinux2014_x86_64"),
+    *("manylinux_2_24_x86_64", "manylinux_2_28_x86_64"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +84,7 @@ def download_wheels(wheels: Path, python: str) -> None:
             *("--abi", f"cp{version}", "--abi", "abi3", "--abi", "none"),
             *(word for name in _PLATFORMS for word in ("--platform", name)),
             *PACKAGES,
+            *PEER_PACKAGES,
         ],
         check=True,
     )

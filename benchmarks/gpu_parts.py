@@ -73,6 +73,10 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     steps.append(
         Step(f"step cost {name}-{length}", 4, 500, (*command, f"{{out}}/{result}", *quick), result)
     )
+    command = (*_MODULE, "benchmarks.gpu_offload", *config, str(length), str(rows))
+    steps.append(
+        Step(f"offload {name}-{length}", 8, 300, (*command, "{out}/offload.json"), "offload.json")
+    )
     module = "benchmarks.gpu_low_precision"
     command = (*_MODULE, module, arguments.device, arguments.shapes, "{out}/low-precision.json")
     steps.append(Step("low precision", 7, 500, command, "low-precision.json"))
@@ -112,6 +116,7 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
     others = (
         "experts_on_cuda",
         "context_on_cuda",
+        "offload_on_cuda",
         "doctor_on_cuda",
         "layouts_on_nccl",
         "faults_on_nccl",

@@ -180,9 +180,9 @@ def test_the_fastest_exact_kernel_is_chosen(device: torch.device) -> None:
         return type(choose_kernel(q, q, SCORES, has_mask=masked, is_explicit=False))
 
     is_cuda = device.type == "cuda"
-    assert kernel(torch.bfloat16, 64, masked=False) is (
-        CudaFlashKernel if is_cuda else CpuFlashKernel
-    )
+    # cuDNN's, where PyTorch prefers it, once a comparison has found it equal to flash attention.
+    fast = {CudaFlashKernel, CudnnKernel} if is_cuda else {CpuFlashKernel}
+    assert kernel(torch.bfloat16, 64, masked=False) in fast
     assert kernel(torch.bfloat16, 64, masked=True) is (
         CudaEfficientKernel if is_cuda else CpuFlashKernel
     )

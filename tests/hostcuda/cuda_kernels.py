@@ -180,6 +180,8 @@ def _run_efficient_backward(
 ) -> tuple[Tensor | None, ...]:
     assert not grad_input_mask[3], "the gradient of the mask is not supported"
     assert logsumexp.shape[-1] % _LSE_ALIGNMENT == 0, "logsumexp is not padded to a multiple of 32"
+    if out.element_size() == 2:
+        assert out.stride(2) == out.shape[1] * out.shape[3], "wrong layout of the output"
     lse = logsumexp[..., : q.shape[2]]
     gradients = _differentiate(d_out, q, k, v, attn_bias, out, lse, is_causal, scale)
     return (*map(_copy_to_rows, gradients), None)

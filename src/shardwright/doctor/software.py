@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwright.doctor.finding import Finding, format_ranks
 from shardwright.numerics.compilation import find_compiler
+from shardwright.version import __version__
 
 SECTION = "software"
 
@@ -55,8 +56,13 @@ class Software:
 def read_software(device: torch.device) -> Software:
     """Read the software of this process; attention kernels run on `device`."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["shardwright"] = __version__
+    try:
+        requirements = metadata.requires("shardwright") or ()
+    except metadata.PackageNotFoundError:
+        versions["shardwright"] += " (not installed: its requirements are not checked)"
+        requirements = ()
     for name in (
-        "shardwright",
         "transformers",
         "tokenizers",
         "safetensors",
@@ -76,9 +82,7 @@ def read_software(device: torch.device) -> Software:
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return Software(
         versions=versions,
-        unmet_requirements=tuple(
-            find_unmet_requirements(metadata.requires("shardwright") or (), versions)
-        ),
+        unmet_requirements=tuple(find_unmet_requirements(requirements, versions)),
         attention_kernels=tuple(
             name
             for name, backend in _ATTENTION_BACKENDS.items()

@@ -94,7 +94,8 @@ def _scale_and_add_separately(local: Tensor, update: Tensor, factor: Tensor, alp
 def _scale_and_add(local: Tensor, update: Tensor, factor: Tensor, alpha: Tensor) -> None:
     scaled = (local.to(factor.dtype) * factor).to(local.dtype)
     update = update.to(factor.dtype)
-    local.copy_(multiply_add(update, alpha.expand_as(update), scaled.to(factor.dtype)))
+    factors = torch.ones_like(update) * alpha  # on the device of the update
+    local.copy_(multiply_add(update, factors, scaled.to(factor.dtype)))
 
 
 def _mark_varying(*tensors: Tensor) -> tuple[Tensor, ...]:

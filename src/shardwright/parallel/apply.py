@@ -52,6 +52,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.product import WeightGradientStore
+from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
@@ -253,6 +254,7 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     options: dict[str, Any] = {"dynamic": None if plan.batch.row_multiple is None else True}
     if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
         options["backend"] = SplitBackward(gradient_store)
+    let_compiler_trace_kernels()
     decoder.compile_blocks(**options)
 
 

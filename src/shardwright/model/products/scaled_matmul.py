@@ -251,19 +251,38 @@ def _multiply_blocks(
     """
     if is_square:
         kind = ScalingType.BlockWise128x128
-        right_scales = F.pad(right_scales.t(), (0, -right_scales.shape[0] % 4)).contiguous().t()
+        right_scales = F.pad(right_scales, (0, 0, 0, -right_scales.shape[0] % 4))
     else:
         kind = ScalingType.BlockWise1x128
-        right_scales = right_scales.contiguous().t()
+        right_scales = right_scales.t()
     return F.scaled_mm(
         codes_MK,
         codes_KN,
-        left_scales.t().contiguous().t(),
+        _arrange_by_columns(left_scales),
         ScalingType.BlockWise1x128,
-        right_scales,
+        _arrange_by_columns(right_scales),
         kind,
         output_dtype=dtype,
     )
+
+
+def _arrange_by_columns(scales_RC: Tensor) -> Tensor:
+    """Copy a matrix to column-major order; a single column has the stride of several too.
+
+    torch 2.11 checks the strides of a single column of the left scales by those of the right.
+    """
+    columns = scales_RC.t().contiguous()
+    return columns.as_strided(scales_RC.shape, (1, scales_RC.shape[0]))
+
+
+def let_compiler_trace_kernels() -> None:
+    """Let torch.compile trace the kernels of quantised operands, which torch 2.11 excludes.
+
+    Otherwise they break the graph of a block.
+    """
+    for name in ("_scaled_mm_v2", "_scaled_grouped_mm_v2"):
+        if hasattr(torch, name):
+            torch.compiler.allow_in_graph(getattr(torch, name))
 
 
 @torch.library.custom_op("shardwright::scaled_product_by_expert", mutates_args=())

@@ -268,7 +268,7 @@ class CudaEfficientKernel:
             k_BHSE,
             v_BHSV,
             self._build_bias(tile.visibility.visible_BLS, tile.q_BHLE),
-            row_output.out_BHLV.to(tile.q_BHLE.dtype),
+            self._arrange_output(row_output.out_BHLV, tile.q_BHLE.dtype),
             lse,
             unread,
             unread,
@@ -281,6 +281,14 @@ class CudaEfficientKernel:
         return AttentionGradients(
             d_q, *(part.unflatten(1, (num_groups, -1)).sum(2) for part in (d_k, d_v))
         )
+
+    @staticmethod
+    def _arrange_output(out_BHLV: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy an output to the memory order of the kernel's own: token, head, width.
+
+        In 16 bits the backward kernel reads this order whatever the strides are.
+        """
+        return out_BHLV.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
     @staticmethod
     def _expand_heads(x_BKSE: Tensor, q_BHLE: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""Compare steps with offloaded states to the resident step, on one device.
+
+    python -m benchmarks.gpu_offload cuda bf16 config.json 4096 4 RESULT.json
+
+Each variant is a process of its own that trains the same random model on the same tokens. Its step
+is compared with the longer one of the resident step and of its transfers at the rates of pinned
+copies, measured in the same process: a ratio of 1 means that the shorter one is hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, make_tokens, read_model_config, select_batch, shift_labels
+
+VARIANTS: dict[str, dict[str, str]] = {
+    "resident": {},
+    "moments on the host": {"optimizer": "host", "update_on": "device"},
+    "moments on the host, updated there": {"optimizer": "host", "update_on": "host"},
+    "moments and weights on the host": {
+        "optimizer": "host",
+        "parameters": "host",
+        "update_on": "device",
+    },
+    "saved tensors on the host": {"activations": "host"},
+}
+"""Name -> keys of `offload`."""
+WARM_UP_STEPS = 2
+_VARIANT_SECONDS = 120.0
+
+
+def main() -> int:
+    """Measure the variants. Return exit code 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("precision", choices=("bf16", "fp32"))
+    parser.add_argument("config", type=Path)
+    parser.add_argument("length", type=int)
+    parser.add_argument("rows", type=int)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--steps", type=int, default=6, help="measured steps")
+    parser.add_argument("--variant", choices=VARIANTS)
+    arguments = parser.parse_args()
+    if arguments.variant is not None:
+        print(json.dumps(measure_variant(arguments)))
+        return 0
+    rows: list[dict[str, Any]] = []
+    for name in VARIANTS:
+        command = [sys.executable, "-m", "benchmarks.gpu_offload", *sys.argv[1:], "--variant", name]
+        row: dict[str, Any] = {"name": name}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_VARIANT_SECONDS)
+            print(done.stderr, file=sys.stderr, flush=True)
+            lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+            last = lines[-1] if lines else "no output"
+            row |= json.loads(last) if done.returncode == 0 else {"failure": last}
+        except subprocess.TimeoutExpired:
+            row["failure"] = f"not finished after {_VARIANT_SECONDS:.0f} s"
+        rows.append(row)
+        add_ratios(rows)
+        arguments.result.write_text(json.dumps({"offload": rows}, indent=1) + "\n")
+    return int(any("failure" in row for row in rows))
+
+
+def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train with one variant; return seconds of a step, peak memory, losses and transfers."""
+    import torch
+
+    from benchmarks.contenders.with_shardwright import build_recipe, build_validated_run
+    from benchmarks.gpu_profile import wait
+    from shardwright.config.offload import OffloadSection
+    from shardwright.data.loader import MicroBatch
+    from shardwright.doctor.rates.device_rates import time_copies
+    from shardwright.offload import OffloadedOptimizer, TransferCounts
+    from shardwright.training.setup import build_state
+    from shardwright.training.step import accumulate_gradients, update_parameters
+
+    device = (
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    )
+    case = Case(
+        "offload",
+        0,
+        arguments.precision,
+        str(arguments.config.parent),
+        1,
+        arguments.length,
+        arguments.rows,
+        device=arguments.device,
+        random_weights=True,
+    )
+    section = OffloadSection.model_validate(VARIANTS[arguments.variant])
+    recipe = build_recipe(case).model_copy(update={"offload": section})
+    rates = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
+    state = build_state(build_validated_run(recipe, 1), device)
+    tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length, 32)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    losses: list[float] = []
+    seconds: list[float] = []
+    counts = TransferCounts()
+    for step in range(WARM_UP_STEPS + arguments.steps):
+        ids_BT = select_batch(tokens, case, step, 0)
+        batch = MicroBatch(
+            ids_BT,
+            shift_labels(ids_BT),
+            torch.arange(case.sequence_length).expand_as(ids_BT),
+            None,
+            torch.arange(len(ids_BT)),
+            case.micro_batch_size * (case.sequence_length - 1),
+        )
+        wait(device)
+        start_seconds = time.perf_counter()
+        loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
+        update_parameters(state.model, state.optimizer, learning_rate=1e-5, max_grad_norm=1.0)
+        wait(device)
+        seconds.append(time.perf_counter() - start_seconds)
+        losses.append(loss.mean())
+        counts = TransferCounts()
+        for user in (
+            state.optimizer if isinstance(state.optimizer, OffloadedOptimizer) else None,
+            state.weight_offload,
+            state.activation_offload,
+        ):
+            if user is not None:
+                counts = add_counts(counts, user.pop_counts())
+    state.close_offloads()
+    is_cuda = device.type == "cuda"
+    return {
+        "step_seconds": statistics.median(seconds[WARM_UP_STEPS:]),
+        "losses": losses,
+        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
+        "read_bytes": counts.read_bytes,
+        "written_bytes": counts.written_bytes,
+        "waiting_seconds": counts.waiting_seconds,
+        "rates": rates,
+    }
+
+
+def add_counts(a: Any, b: Any) -> Any:
+    """Return the sums of two `TransferCounts`."""
+    return type(a)(**{key: value + vars(b)[key] for key, value in vars(a).items()})
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Add the seconds of the transfers, and the ratio to the longer of compute and transfers."""
+    resident = rows[0]
+    for row in rows[1:]:
+        if "failure" in row or "failure" in resident:
+            continue
+        rates = row["rates"]
+        host = rates.get("host memory", rates["memory"]) / 2
+        row["transfer_seconds"] = max(
+            row["read_bytes"] / rates.get("to device", host),
+            row["written_bytes"] / rates.get("from device", host),
+        )
+        longest = max(resident["step_seconds"], row["transfer_seconds"])
+        row["ratio"] = row["step_seconds"] / longest
+        row["has_equal_losses"] = row["losses"] == resident["losses"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
