@@ -113,11 +113,11 @@ class PaddedExchange:
         overlapped = None if overlapped_compute is None else overlapped_compute()
         dispatched = finish()
         del finish  # it refers to the rows as received
-        finish = self._dispatcher.start_combine(
+        finish_return = self._dispatcher.start_combine(
             experts(dispatched.rows_RD, dispatched.counts_e), dispatched
         )
-        out_MD = take_rows(finish(), places_M, choices_X, 1)
-        del finish
+        out_MD = take_rows(finish_return(), places_M, choices_X, 1)
+        del finish_return
         out_NKD = out_MD.unflatten(0, tuple(weights_NK.shape))
         return (weights_NK.to(x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1), overlapped
 
