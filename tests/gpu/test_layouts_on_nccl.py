@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,8 +22,11 @@ from shardwright.architecture import read_config
 from shardwright.config import Recipe
 from shardwright.model.mlp import FeedForward
 from shardwright.model.moe import MixtureOfExperts
-from shardwright.model.routing import Routing
-from shardwright.parallel.expert_parallel import TokenDispatcher
+from shardwright.model.parallel_hooks import ParallelHooks
+from shardwright.model.routing import Routing, count_tokens
+from shardwright.parallel.experts.expert_parallel import TokenDispatcher
+from shardwright.parallel.experts.padded_exchange import PaddedExchange
+from shardwright.parallel.experts.token_exchange import TokenExchange
 from shardwright.parallel.pipelined.products import PipelinedProducts
 from shardwright.parallel.tensor_parallel import TensorParallel
 from shardwright.schedule import PIPELINE_SCHEDULES
@@ -72,6 +76,8 @@ DENSE_LAYOUTS: list[dict[str, Any]] = [
 EXPERT_LAYOUTS: list[dict[str, Any]] = [
     {"dp_shard": 2, "ep": 2, "zero_stage": 3},
     {"dp_shard": 2, "ep": 2, "zero_stage": 3, "expert_dispatch": "halves"},
+    {"dp_shard": 2, "ep": 2, "zero_stage": 3, "expert_dispatch": "once_per_rank"},
+    {"dp_shard": 2, "ep": 2, "zero_stage": 3, "expert_dispatch": "padded"},
     {"dp_shard": 4, "ep": 2, "zero_stage": 1},
     {"dp_shard": 2, "ep": 2, "tp": 2, "zero_stage": 2},
     {"dp_shard": 2, "ep": 2, "pp": 2, "zero_stage": 2},
@@ -238,14 +244,26 @@ def measure_experts(rank: int, folder: Path) -> None:
         routing = Routing(torch.rand(8192, 8).topk(2).indices, torch.full((8192, 2), 0.5))
     results = {}
     expected: Tensor | None = None
-    for name, num_parts in (("whole", 1), ("halves", 2)):
-        hooks = TokenDispatcher(dist.group.WORLD, None, 1, num_parts)
+    group = dist.group.WORLD
+    assert group is not None
+    dispatchers = [TokenDispatcher(group, None, 1, num_parts) for num_parts in (1, 2)]
+    padded = PaddedExchange(dispatchers[0], layer.shape, 8192, 1.25)
+    hooks_by_name = {
+        "whole": ParallelHooks(expert=dispatchers[0]),
+        "halves": ParallelHooks(expert=dispatchers[1]),
+        "once_per_rank": ParallelHooks(token_exchange=TokenExchange(group, layer.shape)),
+        "padded": ParallelHooks(token_exchange=padded),
+    }
 
-        def step(hooks: TokenDispatcher = hooks) -> Tensor:
-            output, _ = layer._exchange_rows(x_ND, routing, hooks, None)
-            weights = [layer.experts.gate_up.weight, layer.experts.down.weight]
-            return torch.autograd.grad(output.float().square().sum(), [x_ND, *weights])[0]
+    def step() -> Tensor:
+        exchange = layer.parallel_hooks.token_exchange
+        choices = routing.experts_NK
+        places = exchange and exchange.place_rows(choices, count_tokens(choices, 8))
+        output, _ = layer.run_experts(x_ND, replace(routing, places=places), None)
+        weights = [layer.experts.gate_up.weight, layer.experts.down.weight]
+        return torch.autograd.grad(output.float().square().sum(), [x_ND, *weights])[0]
 
+    for name, layer.parallel_hooks in hooks_by_name.items():
         gradient = step()
         expected = gradient if expected is None else expected
         distance = float((gradient - expected).abs().max() / expected.abs().max())

@@ -191,8 +191,10 @@ def run_steps(
             learning_rate=LEARNING_RATE,
             max_grad_norm=0.5,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
             read_along=[loss.loss_sum, loss.count],
         )
+        assert update.rows_beyond_limit == 0
         (loss_sum,), (count,) = update.read_values
         losses.append(compute_mean_loss(loss_sum, count))
 

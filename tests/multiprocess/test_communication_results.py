@@ -19,7 +19,8 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import FP8Section, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.layout.saved_results import SavedResults
-from shardwright.parallel import ParallelModel, row_exchange
+from shardwright.parallel import ParallelModel
+from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.recompute import build_block_runner, build_layer_runner
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
 from shardwright.training.step import accumulate_gradients

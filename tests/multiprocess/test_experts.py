@@ -18,7 +18,8 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.block import RecomputeRunner
-from shardwright.parallel import fsdp, row_exchange
+from shardwright.parallel import fsdp
+from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.recompute import build_block_runner
 from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
@@ -31,6 +32,8 @@ PLAIN = VerificationCase(1, "none", documents=False)
 LOSSES = VerificationCase(2, "full", router_losses=True)
 CAPACITY = VerificationCase(2, "selective", router_losses=True, capacity_factor=0.8)
 IDLE = VerificationCase(1, "full", router_losses=True, idle_experts=True)
+PADDED: dict[str, Any] = {"expert_dispatch": "padded", "expert_row_limit": 8.0}
+CROWDED: dict[str, Any] = {"expert_dispatch": "padded", "expert_row_limit": 1.0}
 
 
 def verify_layout(
@@ -115,6 +118,16 @@ def list_failures(report: VerificationReport) -> list[Any]:
             marks=pytest.mark.long,
         ),
         (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="halves", zero_stage=2), IDLE),
+        # the same number of rows for every rank; with a low limit steps are repeated
+        (MIXTRAL, Layout(dp_shard=2, ep=2, zero_stage=1, **PADDED), CAPACITY),
+        (GPT_OSS, Layout(dp_shard=4, ep=2, zero_stage=3, **PADDED), LOSSES),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, tp=2, zero_stage=2, **CROWDED), CAPACITY),
+        (
+            MIXTRAL,
+            Layout(dp_shard=2, ep=2, pp=2, zero_stage=2, schedule="zb_h1", **CROWDED),
+            VerificationCase(4, "full", router_losses=True),
+        ),
+        (GPT_OSS, Layout(cp=2, ep=2, cp_method="ring", **CROWDED), IDLE),
         # context parallelism
         (MIXTRAL, Layout(cp=2, cp_method="all_gather"), CAPACITY),
         (DEEPSEEK, Layout(cp=2, ep=2, expert_dispatch="halves", cp_method="ring"), LOSSES),
@@ -287,7 +300,7 @@ def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> 
         ):
             logged = log_before(getattr(row_exchange, name), event)
             patches.enter_context(patch.object(row_exchange, name, logged))
-        loss = model.module(ids_BT, labels_BT=ids_BT)
+        loss = model.module(ids_BT, labels_BT=ids_BT, row_weight=0.0)
         log.append("backward")
         loss.backward()
     model.finish_gradients()
@@ -332,6 +345,8 @@ ONCE = (
     ["issue", "wait", "experts", "issue", "issue", "shared_experts", "wait", "wait"],
 )
 """Weights are sent with the rows."""
+AS_WHOLE = (WHOLE[0][1:], WHOLE[1])
+"""The host reads no numbers of rows."""
 
 
 @pytest.mark.parametrize(
@@ -349,19 +364,18 @@ def test_computation_overlaps_with_the_exchange(
 ) -> None:
     """Shared experts run during an exchange. The experts of one half of the tokens do so too if
     the other half is exchanged by itself, with the same loss and gradients. Rows sent once per
-    rank are added in another order.
+    rank are added in another order. Padded exchanges have the order of exact ones, but no read.
     """
     whole = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
     halves, once = (replace(whole, expert_dispatch=each) for each in ("halves", "once_per_rank"))
-    recorded = [
-        ranks.run(2, record_step, layout, recompute, is_compiled)
-        for layout in (whole, halves, once)
-    ]
-    for steps, (forward, backward) in zip(recorded, (WHOLE, HALVES, ONCE), strict=True):
+    orders = {whole: WHOLE, halves: HALVES, once: ONCE, replace(whole, **PADDED): AS_WHOLE}
+    recorded = [ranks.run(2, record_step, layout, recompute, is_compiled) for layout in orders]
+    for steps, (forward, backward) in zip(recorded, orders.values(), strict=True):
         # Recomputation keeps numbers and places and repeats the rest. Of rows sent once per rank,
         # the return of sums has no saved tensor: it is not repeated, and its gradient is exchanged
         # before. A compiler decides when it recomputes.
-        num_first, num_before = (len(PLACES), 2) if forward == ONCE[0] else (1, 0)
+        num_first = forward.index("issue")
+        num_first, num_before = (len(PLACES), 2) if forward == ONCE[0] else (num_first, 0)
         repeated = forward[num_first : len(forward) - num_before]
         repeated = [] if recompute == "none" else repeated
         for step in steps:
@@ -371,6 +385,7 @@ def test_computation_overlaps_with_the_exchange(
                 assert second == [*backward[:num_before], *repeated, *backward[num_before:]]
     for expected, *others in zip(*recorded, strict=True):
         assert torch.equal(others[0].loss, expected.loss)
+        assert torch.equal(others[2].loss, expected.loss)
         for got in others:
             torch.testing.assert_close(got.loss, expected.loss, rtol=1e-14, atol=0.0)
             assert got.gradients.keys() == expected.gradients.keys()

@@ -74,9 +74,10 @@ def test_sharded_experts_have_the_losses_of_one_process(tmp_path: Path) -> None:
         DEEPSEEK,
         {"balance_loss_coefficient": 0.01, "capacity_factor": 1.5, "bias_update_rate": 0.01},
     )
+    padded = "ep=2,zero_stage=2,expert_dispatch=padded,expert_row_limit=1"
     for run, words in (
         ("one", ["--nproc", "1"]),
-        ("two", ["--nproc", "2", "--layout", "ep=2,zero_stage=2"]),
+        ("two", ["--nproc", "2", "--layout", padded]),
     ):
         process = train(tmp_path, run, *words)
         assert process.returncode == 0, process.stderr
@@ -88,6 +89,10 @@ def test_sharded_experts_have_the_losses_of_one_process(tmp_path: Path) -> None:
         assert other_step.balance_loss == pytest.approx(one_step.balance_loss, rel=1e-4)
         assert other_step.expert_tokens == one_step.expert_tokens
         assert other_step.dropped_choices == one_step.dropped_choices
+    warnings = [event for event in read_events(tmp_path / "two") if event.kind == "warning"]
+    repeated = [event for event in warnings if "repeated with exact exchanges" in event.message]
+    assert [event.step for event in repeated] == [1, 2, 3]
+    assert "from now on the limit is 1.5 times" in repeated[-1].message
     counts = [step.expert_tokens for step in two]
     assert [tokens is not None for tokens in counts] == [False, True, False, True, False]
     tokens = counts[1]

@@ -56,12 +56,15 @@ def plan(config: dict[str, Any], layout: Layout, tokens: int = 128, **section: A
 
 
 RING = Layout(cp=2, cp_method="ring")
+PADDED = Layout(dp_shard=2, ep=2, expert_dispatch="padded", zero_stage=3)
 NVFP4 = {"kind": "nvfp4", "nvfp4": {"experimental": True}}
 REFUSED = [
     (DENSE, Layout(dp_replicate=2), 128, "tensorwise", r"activations span .* 2 ranks"),
     (DENSE, RING, 128, "tensorwise", r"precision\.fp8\.recipe.*rowwise_with_gw_hp"),
     (DENSE, Layout(dp_shard=2, zero_stage=3), 128, "rowwise", r"weight gradients span"),
     (SPARSE, Layout(), 128, "tensorwise", r"rows of an expert"),
+    (SPARSE, PADDED, 128, "rowwise_with_gw_hp", r"expert_dispatch.*padding.*fp8\.targets"),
+    (SPARSE, PADDED, 128, "nvfp4", r"expert_dispatch.*padding.*nvfp4\.targets"),
     (DENSE, Layout(tp=4), 128, "rowwise_with_gw_hp", r"at most 2 .*targets to"),
     (DEEPSEEK, Layout(tp=2), 32, "rowwise_with_gw_hp", r"latent projections"),
     (DENSE, Layout(), 100, "mxfp8", r"sequence_length.*multiples of 32.*Use 96"),
@@ -98,6 +101,7 @@ def test_nvfp4_supports_any_tokens() -> None:
 def test_targets_lift_a_refusal() -> None:
     plan(DENSE, Layout(tp=4), targets=("mlp",))
     plan(SPARSE, Layout(), recipe="tensorwise", targets=("attention",))
+    plan(SPARSE, replace(PADDED, zero_stage=1), targets=("attention",))
     plan(DEEPSEEK, Layout(tp=2), tokens=32, targets=("mlp", "experts"))
 
 

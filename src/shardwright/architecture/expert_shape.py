@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import comb
+from math import ceil, comb
 from typing import Literal
 
 from shardwright.architecture.module_names import ModuleNames
@@ -51,6 +51,13 @@ class ExpertShape:
     def active_share(self) -> float:
         """Fraction of the experts that one token uses."""
         return self.experts_per_token / self.num_experts
+
+    def count_row_limit(self, num_tokens: int, num_ranks: int, limit: float) -> int:
+        """Count the rows that a rank can send to each of `num_ranks` ranks, which share the
+        experts: its even share times `limit`, at most those of the most uneven choice."""
+        even = num_tokens * self.experts_per_token / num_ranks
+        most = num_tokens * min(self.experts_per_token, self.num_experts // num_ranks)
+        return min(most, ceil(even * limit))
 
     def count_reached_ranks(self, num_ranks: int) -> float:
         """Return the expected number of ranks with at least one of a token's experts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
 
@@ -36,12 +36,17 @@ class LayoutSection(RecipeSection):
     communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
-    expert_dispatch: Literal["whole", "halves", "once_per_rank", "auto"] = "whole"
+    expert_dispatch: Literal["whole", "halves", "once_per_rank", "padded", "auto"] = "whole"
     """Exchange of rows under `ep`. `whole`: a row per choice is sent to its expert, computed and
     returned. `halves`: one half of the tokens' rows are sent while the experts compute the other.
     `once_per_rank`: a token's row is sent once to each rank with one of its experts, which returns
-    one weighted sum. `auto`: the one with the shortest predicted step, for the recipe's cluster or
-    this machine's GPUs; `whole` without either."""
+    one weighted sum. `padded`: as `whole`, with the same number of rows for every rank, so that
+    the host does not wait for their numbers; a step with more rows is repeated without padding.
+    `auto`: the one of the others except `padded` with the shortest predicted step, for the
+    recipe's cluster or this machine's GPUs; `whole` without either."""
+    expert_row_limit: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.25
+    """With `expert_dispatch: padded`: limit of the rows that a rank sends to each other rank, as a
+    multiple of the even share. Raised during a run in which steps are repeated."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
     """Method by which attention under `cp` accesses the tokens of other ranks: `ring` passes
     keys and values around, `all_gather` gathers them, `ulysses` exchanges heads."""

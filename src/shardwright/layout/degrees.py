@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves", "once_per_rank", "auto"]
+ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "auto"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -62,6 +62,7 @@ class Layout:
     sequence_parallel: bool = True
     async_tensor_parallel: AsyncTensorParallel = "none"
     expert_dispatch: ExpertDispatch = "whole"
+    expert_row_limit: float = 1.25
     cp_method: CpMethod = "auto"
     cp_split: CpSplit = "zigzag"
     schedule: str = "1f1b"
@@ -162,14 +163,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
             allowed=f"a divisor of {fsdp}",
             remedy=f"The nearest that works is ep={_find_nearest_divisor(fsdp, section.ep)}",
         )
-    if section.expert_dispatch not in ("whole", "auto") and section.ep == 1:
-        raise LayoutError(
-            "without expert parallelism (ep 1) no rows are sent to experts",
-            field="layout.expert_dispatch",
-            got=section.expert_dispatch,
-            allowed="whole, auto",
-            remedy="Remove it, or set ep",
-        )
+    _check_expert_dispatch(section)
     return Layout(
         dp_replicate=replicate,
         dp_shard=shard,
@@ -181,6 +175,7 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         sequence_parallel=section.sequence_parallel,
         async_tensor_parallel=section.async_tensor_parallel,
         expert_dispatch="whole" if section.ep == 1 else section.expert_dispatch,
+        expert_row_limit=section.expert_row_limit,
         cp_method=section.cp_method,
         cp_split=section.cp_split,
         schedule=section.schedule,
@@ -190,6 +185,25 @@ def resolve_layout(section: LayoutSection, world_size: int) -> Layout:
         max_gathers_in_flight=section.max_gathers_in_flight,
         bucket_size_bytes=section.bucket_size_bytes,
     )
+
+
+def _check_expert_dispatch(section: LayoutSection) -> None:
+    if section.expert_dispatch not in ("whole", "auto") and section.ep == 1:
+        raise LayoutError(
+            "without expert parallelism (ep 1) no rows are sent to experts",
+            field="layout.expert_dispatch",
+            got=section.expert_dispatch,
+            allowed="whole, auto",
+            remedy="Remove it, or set ep",
+        )
+    has_limit = section.expert_row_limit != LayoutSection.model_fields["expert_row_limit"].default
+    if has_limit and section.expert_dispatch != "padded":
+        raise LayoutError(
+            f"expert_dispatch {section.expert_dispatch} has no limit of rows",
+            field="layout.expert_row_limit",
+            got=section.expert_row_limit,
+            remedy="Remove it, or set layout.expert_dispatch: padded",
+        )
 
 
 def _resolve_data_degrees(

@@ -112,7 +112,13 @@ class ExpertStack(nn.Module):
         )
 
     def forward(self, x_MD: Tensor, counts_E: Tensor, *, bias_factor: float = 1.0) -> Tensor:
-        """Multiply each row by its expert's matrix, `[M, out]`."""
+        """Multiply each row by its expert's matrix, `[M, out]`.
+
+        If `counts_E` has one more entry, it is the number of rows of padding, which come last.
+        Their results are undefined.
+        """
+        counts_with_padding = counts_E
+        counts_E = counts_E[: self.weight.shape[0]]
         rule = ProductRule(self.num_in, self.is_transposed, scaled=self.scaled)
         with name_results("experts"):
             out_MF = multiply_by_expert(x_MD, self.weight, counts_E, rule, self.working_weight)
@@ -128,7 +134,11 @@ class ExpertStack(nn.Module):
         if self.bias is None:
             return out_MF
         bias_EF = self.bias.to(x_MD.dtype)
-        bias_MF = bias_EF.repeat_interleave(counts_E, dim=0, output_size=x_MD.shape[0])
+        num_padded = counts_with_padding.shape[0] - counts_E.shape[0]
+        if num_padded:
+            # The gradients of padding are undefined, so they are summed in a row of their own.
+            bias_EF = F.pad(bias_EF, (0, 0, 0, num_padded))
+        bias_MF = bias_EF.repeat_interleave(counts_with_padding, dim=0, output_size=x_MD.shape[0])
         return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
 
 
@@ -233,7 +243,7 @@ class MixtureOfExperts(nn.Module):
         `overlapped_compute` runs during the communication of expert parallelism.
         """
         exchange = self.parallel_hooks.token_exchange
-        if exchange is not None:
+        if exchange is not None and exchange.accepts(routing):
             return exchange.run_experts(self.experts, x_ND, routing, overlapped_compute)
         hooks = self.parallel_hooks.expert
         if hooks is not None and hooks.degree > 1:
@@ -313,7 +323,7 @@ class MixtureOfExperts(nn.Module):
             weights_NK = add_to_gradient(
                 weights_NK, loss, training.row_weight * (share / training.num_sparse_layers)
             )
-        tokens_E = count_tokens(experts_NK, self.shape.num_experts)
+        tokens_E = counts_E = count_tokens(experts_NK, self.shape.num_experts)
         num_dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
             dropped_NK = ~self._mask_within_capacity(
@@ -322,13 +332,21 @@ class MixtureOfExperts(nn.Module):
             experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
+            counts_E = count_tokens(experts_NK, self.shape.num_experts)
+        exchange = self.parallel_hooks.token_exchange
+        places = None if exchange is None else exchange.place_rows(experts_NK, counts_E)
         return Routing(
             experts_NK,
             weights_NK,
             has_drops=rules.capacity_factor is not None,
             statistics=RouterStatistics(
-                tokens_E, num_dropped, balance_loss.detach(), z_loss.detach()
+                tokens_E,
+                num_dropped,
+                balance_loss.detach(),
+                z_loss.detach(),
+                tokens_E.new_zeros(()) if places is None else places.num_beyond_limit,
             ),
+            places=places,
         )
 
     def _compute_router_losses(

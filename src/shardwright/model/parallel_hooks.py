@@ -24,6 +24,7 @@ from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 if TYPE_CHECKING:
     from shardwright.model.dropout import Dropout
     from shardwright.model.forward_context import ForwardContext
+    from shardwright.model.products.row_places import RowPlaces
     from shardwright.model.routing import Routing
 
 
@@ -74,7 +75,10 @@ class ContextParallelHooks(Protocol):
 
 
 class DispatchedTokens(Protocol):
-    """Rows at the ranks of their experts, and the rows of each expert there."""
+    """Rows at the ranks of their experts, and the rows of each expert there.
+
+    After a padded exchange `counts_e` has one more entry, for the padding.
+    """
 
     rows_RD: Tensor
     counts_e: Tensor
@@ -132,7 +136,16 @@ class ExpertParallelHooks(Protocol):
 
 
 class TokenExchangeHooks(Protocol):
-    """Hooks of an exchange that sends a token once to each rank with one of its experts."""
+    """Hooks of another exchange of rows than `ExpertParallelHooks`."""
+
+    def place_rows(self, experts_NK: Tensor, counts_E: Tensor) -> RowPlaces | None:
+        """Place the rows of a training step's choices, padding included; None if this exchange
+        has no padding. `counts_E` are the choices of each expert that are not dropped."""
+        ...
+
+    def accepts(self, routing: Routing) -> bool:
+        """Return False for rows that `ExpertParallelHooks` exchanges instead."""
+        ...
 
     def run_experts(
         self,
@@ -157,7 +170,7 @@ class ParallelHooks:
     context: ContextParallelHooks | None = None
     expert: ExpertParallelHooks | None = None
     token_exchange: TokenExchangeHooks | None = None
-    """Exchange of rows in place of `expert`'s, which then communicates for the routers only."""
+    """Exchange in place of `expert`'s for the rows that it accepts."""
 
     def split_rows(
         self,

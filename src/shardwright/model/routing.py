@@ -30,6 +30,7 @@ from torch import Tensor
 from shardwright.architecture import ExpertShape, ModelShape
 from shardwright.config.model import MoeSection
 from shardwright.errors import RecipeError
+from shardwright.model.products.row_places import RowPlaces
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class RouterStatistics(NamedTuple):
     """Sum of balance losses."""
     z_loss: Tensor
     """Sum of z losses."""
+    num_beyond_limit: Tensor
+    """Number of rows beyond the limit of a padded exchange, which has omitted them; int64."""
 
 
 @dataclass
@@ -141,6 +144,12 @@ class RouterTotals:
                 )
             self._sums[layer] = statistics
 
+    def count_beyond_limit(self, device: torch.device) -> Tensor:
+        """Count the rows beyond the limit of padded exchanges, fp64. Call it before `pop_table`."""
+        counts = [total.num_beyond_limit for total in self._sums.values()]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(counts).sum().double() if counts else zero
+
     def pop_table(self, num_layers: int, num_experts: int, device: torch.device) -> Tensor:
         """Return the sums as a table `[layers, E + 3]` in fp64, and reset them.
 
@@ -167,6 +176,8 @@ class Routing:
     has_drops: bool = False
     statistics: RouterStatistics | None = None
     """Statistics of a training step's routing; None otherwise."""
+    places: RowPlaces | None = None
+    """Places of the rows in a padded exchange; None for an exact one."""
 
 
 def choose_experts(

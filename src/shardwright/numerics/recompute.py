@@ -55,6 +55,7 @@ Norms, activations, rotations and casts are cheap to recompute and make up most 
 _COUNTING_OPERATION_NAMES = frozenset(
     {
         "shardwright::exchange_counts",
+        "shardwright::exchange_padded_counts",
         "shardwright::plan_token_exchange",
         "shardwright::sort_received",
         "shardwright::take_first",
@@ -62,8 +63,9 @@ _COUNTING_OPERATION_NAMES = frozenset(
 )
 """Operators of compiled code whose results every kind of recomputation saves.
 
-They read on the host how many rows experts get. Repeated, the host would wait again, and a graph
-would have two symbols for one size. The results are a few bytes per row.
+They exchange numbers of rows, and all but `exchange_padded_counts` read them on the host. Repeated,
+the host would wait again, and a graph would have two symbols for one size. The results are a few
+bytes per row.
 """
 
 _SAVED_OPERATION_NAMES = frozenset(

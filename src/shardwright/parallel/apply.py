@@ -59,7 +59,8 @@ from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
 from shardwright.parallel.ddp import apply_ddp
-from shardwright.parallel.expert_parallel import build_token_dispatcher
+from shardwright.parallel.experts.expert_parallel import build_token_dispatcher
+from shardwright.parallel.experts.token_exchange import build_token_exchange
 from shardwright.parallel.fsdp import EarlyGathers, apply_fsdp, apply_fsdp_root
 from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
 from shardwright.parallel.low_precision import install_low_precision
@@ -76,7 +77,6 @@ from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
-from shardwright.parallel.token_exchange import build_token_exchange
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
 from shardwright.schedule import has_split_backward
@@ -133,7 +133,7 @@ def apply_layout(
         ParallelHooks(
             context=build_context_parallel(plan.placement, mesh),
             expert=build_token_dispatcher(decoder.shape, layout, mesh),
-            token_exchange=build_token_exchange(decoder.shape, layout, mesh),
+            token_exchange=build_token_exchange(plan, mesh),
             tensor=build_tensor_parallel(layout, mesh),
         )
     )

@@ -107,6 +107,15 @@ def check_low_precision(
             allowed=f"{_INVARIANT}, mxfp8, blockwise, rowwise",
             remedy=f"Use {_INVARIANT}, or leave experts out of precision.fp8.targets",
         )
+    if placement.layout.expert_dispatch == "padded" and "experts" in targets:
+        raise LayoutError(
+            f"padding has undefined values, which products of {describe_bits(section)} operands "
+            "would quantise",
+            field="layout.expert_dispatch",
+            got="padded",
+            allowed="whole, halves, once_per_rank",
+            remedy=f"Choose another, or leave experts out of precision.{section.kind}.targets",
+        )
     _check_token_scales(placement, section)
     _check_partial_gradients(placement, section, targets)
     if section.recipe in TOKEN_BLOCK_OF_RECIPE:

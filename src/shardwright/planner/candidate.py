@@ -221,6 +221,19 @@ class Candidate:
         its own tokens had the loads of all."""
         return self.micro_batch_tokens * experts_per_token * self.expert_load
 
+    def count_sent_rows(self, experts_per_token: int) -> float:
+        """Count the same rows with those of padding, which are sent and stored but not computed."""
+        rows = self.count_expert_rows(experts_per_token)
+        if not self.has_padding:
+            return rows
+        even = self.micro_batch_tokens * experts_per_token
+        return max(rows, even * self.layout.expert_row_limit)
+
+    @property
+    def has_padding(self) -> bool:
+        """True if ranks exchange equal numbers of rows for experts."""
+        return self.layout.ep > 1 and self.layout.expert_dispatch == "padded"
+
     @property
     def has_rows_per_rank(self) -> bool:
         """True if a token's row is sent once to each rank with one of its experts."""
@@ -234,8 +247,8 @@ class Candidate:
 
     def count_index_bytes(self, experts: ExpertShape) -> float:
         """Count the bytes of indices that a layer keeps for rows sent once per rank
-        (`parallel.token_exchange`): of choices sent, of choices received in three orders, of rows
-        sent in two, and of rows received and tokens."""
+        (`parallel.experts.token_exchange`): of choices sent, of choices received in three orders,
+        of rows sent in two, and of rows received and tokens."""
         choices = self.count_expert_rows(experts.experts_per_token)
         rows = self.count_exchanged_rows(experts)
         return EXCHANGE_INDEX_BYTES * (4 * choices + 3 * rows + self.micro_batch_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from shardwright.offload import OffloadedOptimizer, ParameterOffload, WeightOffl
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import create_state
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
@@ -142,7 +143,7 @@ def rehearse_rank(
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             if weight_offload is not None:  # the block that computed last
                 gradients_bytes -= weight_offload.count_device_bytes()
-            with use_phase(live, "update"):
+            with use_phase(live, "update"), _omit_row_limit(model):
                 update_parameters(
                     model,
                     optimizer,
@@ -180,6 +181,12 @@ def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:
     updates_pieces = recipe.moved_offload.optimizer != "none" or recipe.model.keep_zeros
     if model.early_gathers is not None and not updates_pieces:
         model.early_gathers.begin()
+
+
+def _omit_row_limit(model: ParallelModel) -> AbstractContextManager[None]:
+    """Omit the read of the rows beyond the limit: fake tensors have no number of them."""
+    exchange = find_padded_exchange(model.decoder)
+    return nullcontext() if exchange is None else exchange.exchange_exactly()
 
 
 def _build_optimizer(

@@ -14,6 +14,7 @@ from shardwright.data.run_order import build_run_order
 from shardwright.layout import RankGrid
 from shardwright.offload import OffloadedOptimizer, TransferCounts
 from shardwright.optim import compute_learning_rate
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.placement import select_scaled_weights
 from shardwright.telemetry.meter import ThroughputMeter
 from shardwright.training.batch_prefetch import BatchPrefetcher
@@ -36,6 +37,7 @@ from shardwright.training.metrics.run_prediction import compare_with_prediction
 from shardwright.training.preference_objective import PreferenceMetrics, PreferenceObjective
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import StepSync
+from shardwright.training.row_limit import RowLimit
 from shardwright.training.step import (
     StepLoss,
     StepUpdate,
@@ -114,6 +116,8 @@ class TrainingLoop:
             else select_scaled_weights(validated_run.shape, low_precision)
         )
         self.expert_load_monitor = ExpertLoadMonitor(experts.experts_per_token if experts else 1)
+        exchange = find_padded_exchange(state.model.decoder)
+        self.row_limit = None if exchange is None else RowLimit(exchange)
 
     def run(self) -> float | None:
         """Train to the last step; return the last validation loss, else the last training loss.
@@ -196,46 +200,65 @@ class TrainingLoop:
         """Run one optimizer step; the host waits for the device once, to read its numbers."""
         validated_run = self.context.validated_run
         state = self.state
-        recipe = validated_run.recipe
         batch = validated_run.plan.batch
         start_seconds = time.perf_counter()
         micro_batches = self._read_micro_batches()
         data_seconds = time.perf_counter() - start_seconds
         learning_rate = compute_learning_rate(
-            state.step, recipe.training, validated_run.total_steps, batch.global_batch_size
+            state.step,
+            validated_run.recipe.training,
+            validated_run.total_steps,
+            batch.global_batch_size,
         )
-        totals = state.model.decoder.rounding_totals
-        if totals is not None:
-            totals.is_counting = (state.step + 1) % recipe.run.log_every_steps == 0
         with self.rank_metrics.measure_step():
-            loss = accumulate_gradients(
-                state.model,
-                micro_batches,
-                seed=recipe.seed,
-                step=state.step,
-                loss_scale=1.0 if state.scaler is None else state.scaler.scale,
-                times=self.rank_metrics.step_times,
-                objective=state.objective,
-            )
-            self.rank_metrics.record_gradient_bytes()
-            numbers = self._sum_numbers(loss, micro_batches)
-            updated = update_parameters(
-                state.model,
-                state.optimizer,
-                learning_rate=learning_rate,
-                max_grad_norm=recipe.training.max_grad_norm,
-                scaler=state.scaler,
-                router_table=loss.router_table,
-                read_along=tuple(numbers.values()),
-                times=self.rank_metrics.step_times,
-            )
-        values = dict(zip(numbers, updated.read_values, strict=True))
+            updated, values = self._try_step(micro_batches, learning_rate)
+            beyond_limit = updated.rows_beyond_limit
+            if beyond_limit:
+                assert self.row_limit is not None
+                with self.row_limit.exchange.exchange_exactly():
+                    updated, values = self._try_step(micro_batches, learning_rate)
+                self.context.log_warning(
+                    self.row_limit.count_repeated_step(beyond_limit), step=state.step + 1
+                )
         measured = self.rank_metrics.end_step(
             start_seconds,
             data_seconds,
             previous=None if self._launched is None else self._launched.measured,
         )
         return self._build_result(values, updated, learning_rate, measured)
+
+    def _try_step(
+        self, micro_batches: list[MicroBatch], learning_rate: float
+    ) -> tuple[StepUpdate, dict[str, list[float]]]:
+        """Compute gradients and apply them, unless padded exchanges have omitted rows."""
+        state = self.state
+        recipe = self.context.recipe
+        totals = state.model.decoder.rounding_totals
+        if totals is not None:
+            totals.is_counting = (state.step + 1) % recipe.run.log_every_steps == 0
+        loss = accumulate_gradients(
+            state.model,
+            micro_batches,
+            seed=recipe.seed,
+            step=state.step,
+            loss_scale=1.0 if state.scaler is None else state.scaler.scale,
+            times=self.rank_metrics.step_times,
+            objective=state.objective,
+        )
+        self.rank_metrics.record_gradient_bytes()
+        numbers = self._sum_numbers(loss, micro_batches)
+        updated = update_parameters(
+            state.model,
+            state.optimizer,
+            learning_rate=learning_rate,
+            max_grad_norm=recipe.training.max_grad_norm,
+            scaler=state.scaler,
+            router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
+            read_along=tuple(numbers.values()),
+            times=self.rank_metrics.step_times,
+        )
+        return updated, dict(zip(numbers, updated.read_values, strict=True))
 
     def _sum_numbers(
         self, loss: StepLoss, micro_batches: list[MicroBatch]

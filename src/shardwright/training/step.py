@@ -29,6 +29,7 @@ from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
 from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel import ParallelModel
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
@@ -83,6 +84,9 @@ class StepLoss:
 
     normaliser: Tensor | None = None
     """Normaliser if it is not the supervised tokens: pairs, or the sum of the loss weights."""
+    rows_beyond_limit: Tensor | None = None
+    """Rows that padded exchanges have omitted, a scalar on the device: unless it is 0, loss and
+    gradients are wrong. None if exchanges are exact."""
 
     @property
     def count(self) -> Tensor:
@@ -127,6 +131,8 @@ class StepUpdate:
     is_skipped: bool
     read_values: tuple[list[float], ...] = ()
     """Elements of the tensors that were read with the norm, in their order."""
+    rows_beyond_limit: int = 0
+    """Unless it is 0, the step is not applied: it is to be repeated with exact exchanges."""
 
 
 @dataclass
@@ -308,20 +314,27 @@ def accumulate_gradients(
         loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
-    routers = _sum_router_tables(model)
+    routers, beyond_limit = _sum_router_tables(model)
     times.mark("reduction")
-    return StepLoss(loss_sum, tokens, routers, count)
+    return StepLoss(loss_sum, tokens, routers, count, beyond_limit)
 
 
-def _sum_router_tables(model: ParallelModel) -> Tensor | None:
-    """Sum router statistics over data and pipeline ranks; tensor-parallel ranks have copies."""
+def _sum_router_tables(model: ParallelModel) -> tuple[Tensor | None, Tensor | None]:
+    """Sum router statistics over data and pipeline ranks; tensor-parallel ranks have copies.
+
+    Returns:
+        `RouterTotals.pop_table`, and `StepLoss.rows_beyond_limit`.
+    """
     shape = model.decoder.shape
     if shape.experts is None:
-        return None
-    table = model.decoder.router_totals.pop_table(
-        shape.num_layers, shape.experts.num_experts, model.device
-    )
-    return model.sum_over(table, ("pp", *DATA_AXES))
+        return None, None
+    totals = model.decoder.router_totals
+    beyond_limit = totals.count_beyond_limit(model.device)
+    table = totals.pop_table(shape.num_layers, shape.experts.num_experts, model.device)
+    if find_padded_exchange(model.decoder) is None:
+        return model.sum_over(table, ("pp", *DATA_AXES)), None
+    both = model.sum_over(torch.cat([table.flatten(), beyond_limit[None]]), ("pp", *DATA_AXES))
+    return both[:-1].view_as(table), both[-1]
 
 
 def update_parameters(
@@ -332,6 +345,7 @@ def update_parameters(
     max_grad_norm: float | None,
     scaler: LossScaler | None = None,
     router_table: Tensor | None = None,
+    rows_beyond_limit: Tensor | None = None,
     read_along: Sequence[Tensor] = (),
     times: StepTimes | None = None,
 ) -> StepUpdate:
@@ -346,9 +360,17 @@ def update_parameters(
         max_grad_norm: Largest global gradient norm; None for no clipping.
         scaler: Loss scaler of fp16, whose scale the gradients still contain.
         router_table: `StepLoss.router_table`, for the update of the balance biases.
+        rows_beyond_limit: `StepLoss.rows_beyond_limit`. Unless it is 0, gradients are dropped and
+            nothing else changes. Required while exchanges are padded.
         read_along: Tensors to read in the same copy as the norm.
         times: Receives the mark of the optimizer.
+
+    Raises:
+        ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
     """
+    exchange = find_padded_exchange(model.decoder)
+    if exchange is not None and exchange.rows_per_rank and rows_beyond_limit is None:
+        raise ValueError("rows_beyond_limit: None; pass StepLoss.rows_beyond_limit")
     loss_scale = 1.0 if scaler is None else scaler.scale
     norm = (
         compute_global_norm(
@@ -361,11 +383,21 @@ def update_parameters(
     )
     norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
     read_values: list[list[float]] = []
-    if read_along:
+    beyond_limit = 0
+    if rows_beyond_limit is not None:
+        (gradient_norm,), (number,), *read_values = read_together(
+            [norm, rows_beyond_limit, *read_along]
+        )
+        beyond_limit = int(number)
+    elif read_along:
         (gradient_norm,), *read_values = read_together([norm, *read_along])
     else:  # fake tensors of a rehearsal have a value for a scalar only
         gradient_norm = float(norm)
     check_nccl_groups()  # the device has computed the gradients
+    if beyond_limit:
+        optimizer.zero_grad(set_to_none=True)
+        values = tuple(read_values)
+        return StepUpdate(gradient_norm, True, values, rows_beyond_limit=beyond_limit)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)

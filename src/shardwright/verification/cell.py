@@ -23,6 +23,7 @@ from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer, set_learning_rate
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
@@ -112,6 +113,7 @@ def _verify_sgd(
             learning_rate=SGD_LEARNING_RATE,
             max_grad_norm=None,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
         losses.append(loss.mean())
         norms.append(result.gradient_norm)
@@ -153,6 +155,7 @@ def _verify_adamw(
             max_grad_norm=limit,
             scaler=scaler,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
         norms.append(result.gradient_norm)
         rates += [abs(group["lr"] - rate) / rate for group in optimizer.param_groups]
@@ -204,9 +207,14 @@ def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int
             for data_rank in data_ranks
             for micro_batch in read_step_micro_batches(data, data.order, batch, step, data_rank)
         ]
-        loss = accumulate_gradients(model, micro_batches, seed=problem.seed, step=step)
+        loss = _accumulate(model, micro_batches, seed=problem.seed, step=step)
         update_parameters(
-            model, optimizer, learning_rate=rate, max_grad_norm=1.0, router_table=loss.router_table
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=1.0,
+            router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
     model.invalidate_weights()
     return model
@@ -242,10 +250,16 @@ def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[Com
     optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
     single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
     for step, rate in enumerate(LEARNING_RATES):
-        accumulate_step(problem, plan, model, step)
+        loss = accumulate_step(problem, plan, model, step)
         for name, parameter in single.named_parameters():
             parameter.grad = model.gather_gradient(name)
-        update_parameters(model, optimizer, learning_rate=rate, max_grad_norm=None)
+        update_parameters(
+            model,
+            optimizer,
+            learning_rate=rate,
+            max_grad_norm=None,
+            rows_beyond_limit=loss.rows_beyond_limit,
+        )
         set_learning_rate(single_optimizer, rate)
         single_optimizer.step()
     model.invalidate_weights()
@@ -266,10 +280,16 @@ def _verify_exceptional_steps(
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
     inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp"])
-    accumulate_step(
+    loss = accumulate_step(
         problem, plan, model, 0, loss_scale=math.inf if get_rank(plan.layout) in inf_ranks else 1.0
     )
-    skipped_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    skipped_update = update_parameters(
+        model,
+        optimizer,
+        learning_rate=1.0,
+        max_grad_norm=1.0,
+        rows_beyond_limit=loss.rows_beyond_limit,
+    )
     errors = [
         not skipped_update.is_skipped,
         math.isfinite(skipped_update.gradient_norm),
@@ -290,8 +310,14 @@ def _verify_exceptional_steps(
         )
         for batch in _read_micro_batches(problem, plan, 0)
     ]
-    loss = accumulate_gradients(model, unsupervised, seed=problem.seed, step=0)
-    empty_update = update_parameters(model, optimizer, learning_rate=1.0, max_grad_norm=1.0)
+    loss = _accumulate(model, unsupervised, seed=problem.seed, step=0)
+    empty_update = update_parameters(
+        model,
+        optimizer,
+        learning_rate=1.0,
+        max_grad_norm=1.0,
+        rows_beyond_limit=loss.rows_beyond_limit,
+    )
     errors = [
         loss.mean() != 0.0,
         empty_update.is_skipped,
@@ -360,10 +386,30 @@ def accumulate_step(
     loss_scale: float = 1.0,
 ) -> StepLoss:
     """Compute the gradients of a step on this rank's rows."""
-    return accumulate_gradients(
+    return _accumulate(
         model,
         _read_micro_batches(problem, plan, step),
         seed=problem.seed,
         step=step,
         loss_scale=loss_scale,
     )
+
+
+def _accumulate(
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    seed: int,
+    step: int,
+    loss_scale: float = 1.0,
+) -> StepLoss:
+    """Compute the gradients of a step, again with exact exchanges if padded ones omit rows."""
+    options: dict[str, Any] = {"seed": seed, "step": step, "loss_scale": loss_scale}
+    loss = accumulate_gradients(model, micro_batches, **options)
+    exchange = find_padded_exchange(model.decoder)
+    if exchange is None or loss.rows_beyond_limit is None or not loss.rows_beyond_limit:
+        return loss
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    with exchange.exchange_exactly():
+        return accumulate_gradients(model, micro_batches, **options)

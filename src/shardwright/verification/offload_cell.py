@@ -111,6 +111,7 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
             learning_rate=rate,
             max_grad_norm=_MAX_GRAD_NORM,
             router_table=loss.router_table,
+            rows_beyond_limit=loss.rows_beyond_limit,
         )
         run.losses.append(loss.mean())
         run.norms.append(update.gradient_norm)

@@ -20,6 +20,10 @@ from tests.hostcuda.ranks import Case, compute_reference, run_on_device
 PAGE = Path(__file__).parents[3] / "docs/cuda.md"
 SHARDED = Layout(dp_shard=2, zero_stage=3)
 SHARDED_EXPERTS = Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe", kind="bf16")
+PADDED_EXPERTS = replace(
+    SHARDED_EXPERTS,
+    layout=replace(SHARDED_EXPERTS.layout, expert_dispatch="padded", expert_row_limit=1.5),
+)
 CAPACITY = {"moe": {"capacity_factor": 0.8}}
 COMPILED = Case(Layout(), kind="bf16", is_compiled=True)
 COMPILED_EXPERTS = replace(SHARDED_EXPERTS, is_compiled=True)
@@ -52,6 +56,10 @@ CASES: dict[str, Case] = {
     "ep, bf16": SHARDED_EXPERTS,
     "ep, bf16, full recomputation": replace(SHARDED_EXPERTS, recompute="full"),
     "ep with a capacity, bf16": replace(SHARDED_EXPERTS, sections=CAPACITY),
+    "ep, padded, bf16": PADDED_EXPERTS,
+    "ep, padded, with a capacity, bf16, full recomputation": replace(
+        PADDED_EXPERTS, sections=CAPACITY, recompute="full"
+    ),
     "ZeRO-3, Muon": Case(SHARDED, sections={"optimizer": {"name": "muon"}}),
     "ZeRO-3, Adafactor": Case(SHARDED, sections={"optimizer": {"name": "adafactor"}}),
     "compiled, bf16": COMPILED,
@@ -74,6 +82,9 @@ CASES: dict[str, Case] = {
     "compiled, bf16, ep": COMPILED_EXPERTS,
     "compiled, bf16, ep, full recomputation": replace(COMPILED_EXPERTS, recompute="full"),
     "compiled, bf16, ep with a capacity": replace(COMPILED_EXPERTS, sections=CAPACITY),
+    "compiled, bf16, ep, padded, full recomputation": replace(
+        PADDED_EXPERTS, is_compiled=True, recompute="full"
+    ),
 }
 SHORT = {
     "compiled, bf16, full recomputation",

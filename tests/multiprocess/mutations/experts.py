@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model import moe
@@ -16,14 +18,9 @@ from shardwright.model.block import Block
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.products.row_copies import RowCopies
 from shardwright.model.routing import RouterTotals, RoutingContext
-from shardwright.parallel import (
-    ParallelModel,
-    apply,
-    expert_parallel,
-    row_exchange,
-    token_exchange,
-)
-from shardwright.parallel.expert_parallel import TokenDispatcher
+from shardwright.parallel import ParallelModel, apply
+from shardwright.parallel.experts import expert_parallel, row_exchange, token_exchange
+from shardwright.parallel.experts.expert_parallel import TokenDispatcher
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training import step
 
@@ -239,15 +236,44 @@ def lose_gradients_of_sent_weights() -> Iterator[None]:
 
 
 @contextmanager
+def ignore_rows_beyond_limit() -> Iterator[None]:
+    """Apply gradients of padded exchanges that have omitted rows."""
+    count = RouterTotals.count_beyond_limit
+    with patch.object(RouterTotals, "count_beyond_limit", lambda *arguments: 0 * count(*arguments)):
+        yield
+
+
+@contextmanager
+def sum_padding_into_bias() -> Iterator[None]:
+    """Give rows of padding the bias of the last expert; their gradients are undefined."""
+
+    def repeat_last(bias_EF: Tensor, _: Any) -> Tensor:
+        return torch.cat([bias_EF, bias_EF[-1:]])
+
+    functions = SimpleNamespace(linear=F.linear, pad=repeat_last)
+    with patch.object(moe, "F", functions), _fill_new_memory():
+        yield
+
+
+@contextmanager
+def _fill_new_memory() -> Iterator[None]:
+    """Fill memory with NaN when it is allocated."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
 def update_balance_biases_per_rank() -> Iterator[None]:
     """Update each rank's copy of a balance bias from its own tokens only."""
     with patch.object(step, "_sum_router_tables", _pop_own_router_table):
         yield
 
 
-def _pop_own_router_table(model: ParallelModel) -> Tensor | None:
+def _pop_own_router_table(model: ParallelModel) -> tuple[Tensor, None]:
     shape = model.decoder.shape
     assert shape.experts is not None
-    return model.decoder.router_totals.pop_table(
-        shape.num_layers, shape.experts.num_experts, model.device
-    )
+    totals = model.decoder.router_totals
+    return totals.pop_table(shape.num_layers, shape.experts.num_experts, model.device), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardwright.layout import Layout
@@ -53,6 +54,7 @@ QWEN3 = BugModel("qwen3", models.QWEN3 | {"intermediate_size": 28})
 OLMO2 = BugModel("olmo2", CASES["olmo2"])
 GPT2 = BugModel("gpt2", models.GPT2)
 MIXTRAL = BugModel("mixtral", models.MIXTRAL)
+GPT_OSS = BugModel("gpt_oss", models.GPT_OSS)
 DEEPSEEK = BugModel("deepseek_v3", models.DEEPSEEK)
 
 DDP = Layout(dp_replicate=2, bucket_size_bytes=2048)
@@ -67,6 +69,8 @@ GATHER = Layout(cp=2, cp_method="all_gather", zero_stage=3)
 ULYSSES = Layout(cp=2, cp_method="ulysses")
 EP = Layout(dp_shard=2, ep=2, zero_stage=1)
 EP_ONCE = Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=1)
+EP_PADDED = Layout(dp_shard=2, ep=2, expert_dispatch="padded", expert_row_limit=2.0, zero_stage=1)
+EP_CROWDED = replace(EP_PADDED, expert_row_limit=1.0)
 EP_AND_REPLICAS = Layout(dp_shard=4, ep=2, zero_stage=2)
 EP_OF_CONTEXT = Layout(cp=2, ep=2, cp_method="all_gather")
 PIPE = Layout(pp=2)
@@ -176,6 +180,8 @@ BUGS: dict[str, list[Bug]] = {
         Bug(None, experts.detach_router, MIXTRAL, EP, PLAIN, "gradient"),
         Bug(None, experts.drop_gradients_of_dispatched_tokens, MIXTRAL, EP, PLAIN, "gradient"),
         Bug(None, experts.lose_gradients_of_sent_weights, MIXTRAL, EP_ONCE, PLAIN, "gradient"),
+        Bug(None, experts.ignore_rows_beyond_limit, MIXTRAL, EP_CROWDED, PLAIN, "gradient"),
+        Bug(None, experts.sum_padding_into_bias, GPT_OSS, EP_PADDED, PLAIN, "gradient"),
         Bug(
             None, experts.update_balance_biases_per_rank, DEEPSEEK, EP, LOSSES, "weights after SGD"
         ),

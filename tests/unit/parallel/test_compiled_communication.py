@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.parallel import row_exchange
+from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.pipelined import communication, operators
 from shardwright.parallel.pipelined.communication import PipelinedCommunication
 

@@ -111,6 +111,7 @@ GATHERED: LayerResults = frozenset(["gathered", "attention", "projections", "gat
 ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
 ONCE = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="once_per_rank")
+PADDED = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="padded", expert_row_limit=1.5)
 CASES = [
     Case(
         "llama",
@@ -133,6 +134,8 @@ CASES = [
         recompute="selective",
         tolerance=0.01,
     ),
+    Case("qwen3_moe", PADDED, recompute="full", tolerance=0.01),
+    Case("qwen3_moe", replace(PADDED, expert_row_limit=1.25), tolerance=0.01),
     Case("qwen3_moe", ONCE, recompute="selective", tolerance=0.01),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
     Case("llama", Layout(), sections=QLORA),
@@ -184,6 +187,8 @@ CASES = [
     Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
 ]
 LONG_CASES = [
+    Case("qwen3_moe", replace(PADDED, dp_shard=4, ep=4), recompute="selective", tolerance=0.01),
+    Case("qwen3_moe", replace(PADDED, tp=2, expert_row_limit=2.0)),
     Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
     Case("gpt2", Layout(dp_shard=2, zero_stage=1)),
     Case("olmo2", Layout(tp=2), recompute="selective"),

@@ -20,8 +20,8 @@ def multiply_grouped(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transpos
     """Multiply each row by its expert's matrix, `[M, F]`; rows are sorted by expert.
 
     The first counts[0] rows belong to expert 0. `weight` is `[E, F, D]` if `transposed`, else
-    `[E, D, F]`. The counts must sum to M:
-    `F.grouped_mm` leaves rows after the last group, and their gradients, undefined. It does not
+    `[E, D, F]`. Rows after those of the last expert are not read: their results, and the
+    gradients of their inputs, are undefined. `F.grouped_mm` does not
     support float64 and requires rows that start at multiples of 16 bytes; otherwise a loop over
     the experts runs, which synchronises with the host for the counts.
 
@@ -115,9 +115,9 @@ def _compute_offsets(counts: Tensor) -> Tensor:
 
 
 def _split_by_expert(counts: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split each tensor into the rows of each expert."""
+    """Split each tensor into the rows of each expert, without those after the last one."""
     sizes = counts.tolist()
-    return [tensor.split(sizes) for tensor in tensors]
+    return [tensor[: sum(sizes)].split(sizes) for tensor in tensors]
 
 
 def take_first(slots_M: Tensor, num_slots: Tensor) -> Tensor:

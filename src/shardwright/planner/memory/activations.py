@@ -97,6 +97,7 @@ def get_layer_activations(
         layout.async_tensor_parallel,
         candidate.num_expert_parts,
         layout.expert_dispatch,
+        layout.expert_row_limit,
         layout.cp_method,
         candidate.micro_batch_size,
         candidate.sequence_length,
@@ -314,7 +315,7 @@ def build_block_tensors(
     rows = float(tokens)
     width = float(shape.intermediate_size)
     if experts is not None:
-        rows = candidate.count_expert_rows(experts.experts_per_token)
+        rows = candidate.count_sent_rows(experts.experts_per_token)
         width = float(experts.intermediate_size)
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
@@ -343,6 +344,9 @@ def build_block_tensors(
         exchanged=0.0
         if experts is None or not candidate.has_rows_per_rank
         else candidate.count_exchanged_rows(experts) * shape.hidden_size * size,
+        unpadded=0.0
+        if experts is None or not candidate.has_padding
+        else tokens * experts.experts_per_token * shape.hidden_size * size,
         is_pipelined=layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"),
         is_deferred=False,
         is_adapted=candidate.adapter is not None,

@@ -119,6 +119,8 @@ class BlockTensorBytes:
     """Number of parts in which rows are sent to experts of other ranks; 0 if none are sent."""
     exchanged: float
     """Rows that are exchanged if a token's row is sent once per rank; 0 if once per choice."""
+    unpadded: float
+    """Rows of tokens, if rows of padding are exchanged with them; 0 otherwise."""
     is_pipelined: bool
     """True if products of dense layers overlap with tensor-parallel communication."""
     is_deferred: bool
@@ -153,7 +155,8 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
         # gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
         num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
-        peak += 2.0 * tensor_bytes.exchanged or tensor_bytes.routed * num_results
+        results = tensor_bytes.routed * num_results - tensor_bytes.unpadded
+        peak += 2.0 * tensor_bytes.exchanged or results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
     if tensor_bytes.is_repeated:
         peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
@@ -312,6 +315,7 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     inner = block.inner
     rows = block.routed
     sent = block.exchanged
+    ordered = block.unpadded or rows
     gathered = block.gathered if block.should_gather_gradient else 0.0
     exchange = _Operation(sent or 2.0 * rows, 0.0)
     if sent:
@@ -319,8 +323,8 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield exchange
         yield _Operation(rows, -sent)
     else:
-        yield _Operation(rows + gathered, 0.0)
-        yield _Operation(rows, -rows)
+        yield _Operation(ordered + gathered, 0.0)
+        yield _Operation(rows, rows - ordered if block.unpadded else -rows)
         if block.num_expert_parts:
             yield exchange
     down = (block.elements.down, block.temporaries.down)
@@ -336,6 +340,6 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     else:
         if block.num_expert_parts:
             yield exchange
-        yield _Operation(2.0 * rows, block.gathered - rows)
+        yield _Operation(2.0 * ordered, block.gathered - rows)
     # The router's input is freed; it is at least as large as the dense input of a product.
     yield _Operation(block.gathered, -block.gathered)

@@ -75,7 +75,7 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         rows = float(candidate.micro_batch_tokens)
         if product in kind.expert_matmuls:
             assert experts is not None
-            rows = candidate.count_expert_rows(experts.experts_per_token)
+            rows = candidate.count_sent_rows(experts.experts_per_token)
         width = float(adapter.rank)
         if not (is_pipelined and product.sharding == "rows" and product in kind.matmuls):
             width += _count_local_outputs(product, layout.tp)

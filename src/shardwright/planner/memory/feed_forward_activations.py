@@ -26,14 +26,18 @@ def compute_feed_forward_bytes(
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
     # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and,
-    # unless the experts' rank sums them, in token order.
-    rows = candidate.count_expert_rows(experts.experts_per_token)
+    # unless the experts' rank sums them, in token order. With padding, outputs are not saved.
+    rows = candidate.count_sent_rows(experts.experts_per_token)
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size
     router = tokens * experts.num_experts * 4
-    saved = tensors * (wide + shared) + 2 * dispatched + 2 * router
-    saved += candidate.count_index_bytes(experts) if candidate.has_rows_per_rank else dispatched
+    ordered = dispatched
+    if candidate.has_rows_per_rank:
+        ordered = candidate.count_index_bytes(experts)
+    elif candidate.has_padding:
+        ordered = tokens * experts.experts_per_token * shape.hidden_size * size - dispatched
+    saved = tensors * (wide + shared) + 2 * dispatched + ordered + 2 * router
     return (
         saved,
         num_projections * (wide + shared) + dispatched,

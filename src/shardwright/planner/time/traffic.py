@@ -294,7 +294,8 @@ def _compute_expert_seconds(
         # Places of choices among the rows are exchanged once, before the forward pass's rows.
         both = 2 * sent + network.time_all_to_all(group, choices * EXCHANGE_INDEX_BYTES)
         return both, both if facts.shape.is_block_end_read else sent
-    tokens = candidate.micro_batch_tokens * candidate.expert_load / spread
+    tokens = candidate.count_sent_rows(experts.experts_per_token) / experts.experts_per_token
+    tokens /= spread
     sequence_group = groups["tp"] if candidate.layout.sequence_parallel and spread == 1 else None
     seconds = candidate.engine.time_expert_exchange(
         network, group, experts, tokens, per_row, sequence_group

@@ -23,29 +23,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.architecture import ExpertShape, ModelShape
-from shardwright.layout import Layout
+from shardwright.architecture import ExpertShape
 from shardwright.model.communication_results import keep_statistic
+from shardwright.model.parallel_hooks import TokenExchangeHooks
 from shardwright.model.products.row_copies import RowCopies, copy_rows, map_copies, sum_copies
 from shardwright.model.routing import Routing, count_tokens
-from shardwright.parallel import row_exchange
-from shardwright.parallel.expert_parallel import read_row_counts, start_exchange
+from shardwright.parallel.experts import row_exchange
+from shardwright.parallel.experts.expert_parallel import read_row_counts, start_exchange
+from shardwright.parallel.experts.padded_exchange import build_padded_exchange
+from shardwright.parallel.experts.row_exchange import TracedCounts
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.row_exchange import TracedCounts
+from shardwright.plans import Plan
 
 RowCounts = tuple[list[int], list[int]]
 """Rows sent to and received from each rank."""
 
 
-def build_token_exchange(
-    shape: ModelShape, layout: Layout, mesh: Mesh | None
-) -> TokenExchange | None:
-    """Build the exchange of `expert_dispatch: once_per_rank`; None if the layout has another."""
-    group = None if mesh is None or shape.experts is None else mesh.group("ep")
-    if group is None or layout.expert_dispatch != "once_per_rank":
+def build_token_exchange(plan: Plan, mesh: Mesh | None) -> TokenExchangeHooks | None:
+    """Build the exchange of `layout.expert_dispatch`; None if it is that of `TokenDispatcher`."""
+    experts = plan.shape.experts
+    group = None if mesh is None or experts is None else mesh.group("ep")
+    if experts is None or group is None:
         return None
-    assert shape.experts is not None
-    return TokenExchange(group, shape.experts)
+    if plan.layout.expert_dispatch == "padded":
+        return build_padded_exchange(plan, group, experts)
+    return TokenExchange(group, experts) if plan.layout.expert_dispatch == "once_per_rank" else None
 
 
 class _Indices(NamedTuple):
@@ -70,6 +72,13 @@ class TokenExchange:
         self.group = group
         self.group_name = row_exchange.register_group(group)
         self.shape = shape
+
+    def place_rows(self, experts_NK: Tensor, counts_E: Tensor) -> None:
+        """Return None: these exchanges have no padding."""
+
+    def accepts(self, routing: Routing) -> bool:
+        """Return True: no row is left to `ExpertParallelHooks`."""
+        return True
 
     def run_experts(
         self,

@@ -1,0 +1,1 @@
+"""Expert parallelism: exchanges of rows between the ranks of `ep`."""
