@@ -87,9 +87,14 @@ def render_page(content: dict[str, Any]) -> str:
             for section in _render_safely(_render_step_cost, step if "result" in step else None)
         ),
     ]
-    conditions = [step["conditions"] for step in steps if "conditions" in step]
-    if conditions:
-        sections.append(render_conditions({"conditions": conditions[-1], "skipped": {}}))
+    names: dict[str, list[str]] = {}
+    for step in steps:
+        if "conditions" in step:
+            text = render_conditions({"conditions": step["conditions"], "skipped": {}})
+            names.setdefault(text, []).append(step["name"])
+    for text, own in names.items():
+        heading = "## Conditions" + (f" of {', '.join(own)}" if len(names) > 1 else "")
+        sections.append(text.replace("## Conditions", heading, 1))
     return "\n\n".join(sections) + "\n"
 
 

@@ -383,13 +383,34 @@ def has_passed(out: Path, step: Step) -> bool:
     return outcome.is_file() and json.loads(outcome.read_text())["status"] == "passed"
 
 
+def restore_results(content: dict[str, Any], out: Path, steps: Sequence[Step]) -> None:
+    """Write the outcomes and results of `gpu.json` to the folders of steps that have none."""
+    outcomes = {outcome["name"]: outcome for outcome in content["steps"]}
+    for step in steps:
+        folder = get_folder(out, step)
+        outcome = outcomes.get(step.name, {})
+        if "seconds" not in outcome or (folder / "outcome.json").is_file():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        result = outcome.pop("result", None)
+        if result is not None:
+            text = result["junit"] if step.result.endswith(".xml") else json.dumps(result, indent=1)
+            (folder / step.result).write_text(text)
+        (folder / "outcome.json").write_text(json.dumps(outcome, indent=1) + "\n")
+
+
 def publish(out: Path, steps: Sequence[Step]) -> int:
-    """Write the page of the steps in `out` to docs/benchmarks; return the exit code."""
+    """Write the page of the steps in `out` to docs/benchmarks; return the exit code.
+
+    Steps that `out` lacks keep what has been published of them.
+    """
     if not (out / "steps").is_dir():
         print(f"{out / 'steps'} does not exist; run `make gpu` first", file=sys.stderr)
         return 2
-    write_results(out, steps)
     folder = ROOT / "docs/benchmarks"
+    if (folder / "gpu.json").is_file():
+        restore_results(json.loads((folder / "gpu.json").read_text()), out, steps)
+    write_results(out, steps)
     notes = folder / "gpu.notes.md"
     if notes.is_file():
         with (out / "gpu.md").open("a") as page:

@@ -19,5 +19,5 @@ TITLES = {
     "torch-loop-own-decoder": "hand-written PyTorch loop, shardwright's decoder",
     "deepspeed": "DeepSpeed, transformers' model",
     "trainer": "Hugging Face Trainer with Accelerate",
-    "trainer-liger": "Hugging Face Trainer with liger-kernel, uncompiled",
+    "trainer-liger": "Hugging Face Trainer with liger-kernel",
 }

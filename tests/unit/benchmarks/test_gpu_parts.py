@@ -84,6 +84,19 @@ def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
     assert not left.exists(), "a process of a step that was ended still runs"
 
 
+def test_published_results_of_other_steps_are_kept(tmp_path: Path) -> None:
+    steps = [make_step(name, WRITE.format(text=f'{{"{name}": 1}}')) for name in ("one", "two")]
+    run_steps(tmp_path / "earlier", steps)
+    run_steps(tmp_path / "later", steps[:1])
+    published = json.loads((tmp_path / "earlier" / "gpu.json").read_text())
+    published["steps"][0]["result"] = {"one": "old"}
+    gpu_parts.restore_results(published, tmp_path / "later", steps)
+    gpu_parts.write_results(tmp_path / "later", steps)
+    results = json.loads((tmp_path / "later" / "gpu.json").read_text())["steps"]
+    assert [step["result"] for step in results] == [{"one": 1}, {"two": 1}]
+    assert [step["status"] for step in results] == ["passed", "passed"]
+
+
 def test_parts_run_to_their_end_after_a_failing_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
