@@ -47,12 +47,13 @@ def main() -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("--steps", type=int, default=6, help="measured steps")
     parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--num-variants", type=int, default=len(VARIANTS))
     arguments = parser.parse_args()
     if arguments.variant is not None:
         print(json.dumps(measure_variant(arguments)))
         return 0
     rows: list[dict[str, Any]] = []
-    for name in VARIANTS:
+    for name in list(VARIANTS)[: arguments.num_variants]:
         command = [sys.executable, "-m", "benchmarks.gpu_offload", *sys.argv[1:], "--variant", name]
         row: dict[str, Any] = {"name": name}
         try:

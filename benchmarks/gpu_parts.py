@@ -74,8 +74,10 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
         Step(f"step cost {name}-{length}", 4, 500, (*command, f"{{out}}/{result}", *quick), result)
     )
     command = (*_MODULE, "benchmarks.gpu_offload", *config, str(length), str(rows))
+    quick = ("--steps", "1", "--num-variants", "2") if arguments.quick else ()
+    result = "offload.json"
     steps.append(
-        Step(f"offload {name}-{length}", 8, 300, (*command, "{out}/offload.json"), "offload.json")
+        Step(f"offload {name}-{length}", 8, 300, (*command, f"{{out}}/{result}", *quick), result)
     )
     module = "benchmarks.gpu_low_precision"
     command = (*_MODULE, module, arguments.device, arguments.shapes, "{out}/low-precision.json")

@@ -300,8 +300,8 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     } | {"OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
     has_ours = subprocess.run([python, "-c", "import pydantic"], env=environment)
     assert has_ours.returncode != 0
-    chosen = ["device", "numbers", "tests of numbers", "speed tiny-64", "profile*", "step cost*"]
-    steps = " ".join(f"--step '{name}'" for name in chosen)
+    chosen = ("device", "numbers", "tests of numbers", "speed tiny-64", "profile*", "step cost*")
+    steps = " ".join(f"--step '{name}'" for name in (*chosen, "offload*"))
     completed = subprocess.run(
         [
             *("make", "gpu", f"PYTHON={python}"),
@@ -327,9 +327,18 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     assert results["profile tiny-64"]["kernels"][0]["seconds"] > 0
     (variant,) = results["step cost tiny-64"]["variants"]
     assert variant["tokens_per_second"] > 0
+    resident, offloaded = results["offload tiny-64"]["offload"]
+    assert offloaded["losses"] == resident["losses"]
+    assert offloaded["read_bytes"] > 0
     page = (tmp_path / "out/gpu.md").read_text()
-    headings = ("## Numbers", "## Speed and memory", "## Profile tiny-64", "## Step cost tiny-64")
-    for expected in ("**6 passed.**", *headings):
+    headings = (
+        "## Offload",
+        "## Numbers",
+        "## Speed and memory",
+        "## Profile tiny-64",
+        "## Step cost tiny-64",
+    )
+    for expected in ("**7 passed.**", *headings):
         assert expected in page
 
 
