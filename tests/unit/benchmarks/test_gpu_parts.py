@@ -84,7 +84,7 @@ def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
     assert not left.exists(), "a process of a step that was ended still runs"
 
 
-def test_published_results_of_other_steps_are_kept(tmp_path: Path) -> None:
+def test_publishing_adds_to_earlier_results(tmp_path: Path) -> None:
     steps = [make_step(name, WRITE.format(text=f'{{"{name}": 1}}')) for name in ("one", "two")]
     run_steps(tmp_path / "earlier", steps)
     run_steps(tmp_path / "later", steps[:1])
