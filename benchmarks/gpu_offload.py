@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.case import Case, make_tokens, read_model_config, select_batch, shift_labels
+from benchmarks.case import Case, make_tokens, read_model_config, select_batch
+from benchmarks.gpu_variants import parse_variant_arguments, run_variant
 
 VARIANTS: dict[str, dict[str, str]] = {
     "resident": {},
@@ -33,38 +32,17 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 """Name -> keys of `offload`."""
 WARM_UP_STEPS = 2
-_VARIANT_SECONDS = 120.0
 
 
 def main() -> int:
     """Measure the variants. Return exit code 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("device", choices=("cuda", "cpu"))
-    parser.add_argument("precision", choices=("bf16", "fp32"))
-    parser.add_argument("config", type=Path)
-    parser.add_argument("length", type=int)
-    parser.add_argument("rows", type=int)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--steps", type=int, default=6, help="measured steps")
-    parser.add_argument("--variant", choices=VARIANTS)
-    parser.add_argument("--num-variants", type=int, default=len(VARIANTS))
-    arguments = parser.parse_args()
+    arguments = parse_variant_arguments(__doc__.split("\n\n")[0], VARIANTS, num_steps=6)
     if arguments.variant is not None:
         print(json.dumps(measure_variant(arguments)))
         return 0
     rows: list[dict[str, Any]] = []
     for name in list(VARIANTS)[: arguments.num_variants]:
-        command = [sys.executable, "-m", "benchmarks.gpu_offload", *sys.argv[1:], "--variant", name]
-        row: dict[str, Any] = {"name": name}
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_VARIANT_SECONDS)
-            print(done.stderr, file=sys.stderr, flush=True)
-            lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-            last = lines[-1] if lines else "no output"
-            row |= json.loads(last) if done.returncode == 0 else {"failure": last}
-        except subprocess.TimeoutExpired:
-            row["failure"] = f"not finished after {_VARIANT_SECONDS:.0f} s"
-        rows.append(row)
+        rows.append({"name": name} | run_variant("benchmarks.gpu_offload", name))
         add_ratios(rows)
         arguments.result.write_text(json.dumps({"offload": rows}, indent=1) + "\n")
     return int(any("failure" in row for row in rows))
@@ -75,9 +53,9 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.contenders.with_shardwright import build_recipe, build_validated_run
+    from benchmarks.gpu_low_precision import make_batch
     from benchmarks.gpu_profile import wait
     from shardwright.config.offload import OffloadSection
-    from shardwright.data.loader import MicroBatch
     from shardwright.doctor.rates.device_rates import time_copies
     from shardwright.offload import OffloadedOptimizer, TransferCounts
     from shardwright.training.setup import build_state
@@ -110,14 +88,7 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     counts = TransferCounts()
     for step in range(WARM_UP_STEPS + arguments.steps):
         ids_BT = select_batch(tokens, case, step, 0)
-        batch = MicroBatch(
-            ids_BT,
-            shift_labels(ids_BT),
-            torch.arange(case.sequence_length).expand_as(ids_BT),
-            None,
-            torch.arange(len(ids_BT)),
-            case.micro_batch_size * (case.sequence_length - 1),
-        )
+        batch = make_batch(ids_BT)
         wait(device)
         start_seconds = time.perf_counter()
         loss = accumulate_gradients(state.model, [batch], seed=0, step=step)

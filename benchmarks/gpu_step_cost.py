@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from benchmarks.gpu_variants import parse_variant_arguments, run_variant
 
 VARIANTS = {
     "as by default": "",
@@ -28,7 +29,6 @@ VARIANTS = {
 }
 """Name -> what is different."""
 WARM_UP_STEPS = 5
-_VARIANT_SECONDS = 120.0
 
 
 class _Measured(Exception):
@@ -37,37 +37,14 @@ class _Measured(Exception):
 
 def main() -> int:
     """Return exit code 0, or 1 if no variant could run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("device", choices=("cuda", "cpu"))
-    parser.add_argument("precision")
-    parser.add_argument("config", type=Path)
-    parser.add_argument("length", type=int)
-    parser.add_argument("rows", type=int)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--steps", type=int, default=60, help="measured steps")
-    parser.add_argument("--variant", choices=VARIANTS)
-    parser.add_argument("--num-variants", type=int, default=len(VARIANTS))
-    arguments = parser.parse_args()
+    arguments = parse_variant_arguments(__doc__.split("\n\n")[0], VARIANTS, num_steps=60)
     if arguments.variant is not None:
         print(json.dumps(measure_variant(arguments)))
         return 0
-    variants = []
+    variants: list[dict[str, Any]] = []
     for name, difference in list(VARIANTS.items())[: arguments.num_variants]:
-        command = [sys.executable, "-m", "benchmarks.gpu_step_cost", *sys.argv[1:]]
-        row: dict[str, Any] = {"name": name, "difference": difference}
-        try:
-            done = subprocess.run(
-                [*command, "--variant", name],
-                capture_output=True,
-                text=True,
-                timeout=_VARIANT_SECONDS,
-            )
-            lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-            last = lines[-1] if lines else "no output"
-            row |= json.loads(last) if done.returncode == 0 else {"failure": last}
-        except subprocess.TimeoutExpired:
-            row["failure"] = f"not finished after {_VARIANT_SECONDS:.0f} s"
-        variants.append(row)
+        measured = run_variant("benchmarks.gpu_step_cost", name)
+        variants.append({"name": name, "difference": difference} | measured)
         arguments.result.write_text(json.dumps({"variants": variants}, indent=1) + "\n")
     return int(all("failure" in row for row in variants))
 

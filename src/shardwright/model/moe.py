@@ -323,6 +323,7 @@ class MixtureOfExperts(nn.Module):
             weights_NK = add_to_gradient(
                 weights_NK, loss, training.row_weight * (share / training.num_sparse_layers)
             )
+        exchange = self.parallel_hooks.token_exchange
         tokens_E = counts_E = count_tokens(experts_NK, self.shape.num_experts)
         num_dropped = tokens_E.new_zeros(())
         if rules.capacity_factor is not None:
@@ -332,8 +333,8 @@ class MixtureOfExperts(nn.Module):
             experts_NK = experts_NK.masked_fill(dropped_NK, self.shape.num_experts)
             weights_NK = weights_NK.masked_fill(dropped_NK, 0.0)
             num_dropped = dropped_NK.sum()
-            counts_E = count_tokens(experts_NK, self.shape.num_experts)
-        exchange = self.parallel_hooks.token_exchange
+            if exchange is not None:
+                counts_E = count_tokens(experts_NK, self.shape.num_experts)
         places = None if exchange is None else exchange.place_rows(experts_NK, counts_E)
         return Routing(
             experts_NK,

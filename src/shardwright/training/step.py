@@ -329,9 +329,10 @@ def _sum_router_tables(model: ParallelModel) -> tuple[Tensor | None, Tensor | No
     if shape.experts is None:
         return None, None
     totals = model.decoder.router_totals
-    beyond_limit = totals.count_beyond_limit(model.device)
+    is_padded = find_padded_exchange(model.decoder) is not None
+    beyond_limit = totals.count_beyond_limit(model.device) if is_padded else None
     table = totals.pop_table(shape.num_layers, shape.experts.num_experts, model.device)
-    if find_padded_exchange(model.decoder) is None:
+    if beyond_limit is None:
         return model.sum_over(table, ("pp", *DATA_AXES)), None
     both = model.sum_over(torch.cat([table.flatten(), beyond_limit[None]]), ("pp", *DATA_AXES))
     return both[:-1].view_as(table), both[-1]
