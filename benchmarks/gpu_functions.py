@@ -34,6 +34,7 @@ from shardwright.model.attention.rope import rotate
 from shardwright.model.mlp import apply_gate
 from shardwright.model.norms import RMSNorm
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
+from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.model.products import nf4
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.working_weights import WorkingWeights
@@ -194,6 +195,30 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
     return run
 
 
+def build_fused_losses(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+    """Build the loss of a head with its gradients: on, losses and gradient in one pass."""
+    hidden, weight, labels = _draw_head(sizes, device)
+    is_on = compiler.obstacle != "model.compile_functions is false"
+
+    def run() -> dict[str, Tensor]:
+        hidden.grad = weight.grad = None
+        loss = chunked_cross_entropy(
+            hidden,
+            weight,
+            None,
+            labels,
+            chunk_tokens=1024,
+            num_supervised=len(labels),
+            fused_losses=differentiate_token_losses if is_on else None,
+        )
+        (loss / len(labels)).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        return {"hidden": hidden.grad, "weight": weight.grad}
+
+    return run
+
+
 def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the norms, residual sums, rotations and gate of a layer, in both passes.
 
@@ -302,6 +327,7 @@ CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,
     "loss of the head, bf16": build_loss,
+    "loss of the head, one pass, bf16": build_fused_losses,
     LIGER_CASE: build_liger_loss,
     "norms, gate, rotation and residual sum of a layer, bf16": build_pointwise,
     "tile of a shared row": build_tiles,

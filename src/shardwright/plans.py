@@ -113,6 +113,11 @@ class Plan:
         return self.placement.layout
 
     @property
+    def has_fused_losses(self) -> bool:
+        """True if losses and gradients of a chunk of logits are one compiled function."""
+        return self.is_compiled or self.pointwise.kind == "compiled"
+
+    @property
     def has_working_weights(self) -> bool:
         """True if trained matrices are cast to the compute precision once per step."""
         return (

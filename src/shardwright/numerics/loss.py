@@ -6,6 +6,7 @@ Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch.autograd.function import once_differentiable
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 from shardwright.numerics.wide_sums import add_lower_precision, add_product, has_wide_sums
+
+FusedLosses = Callable[[Tensor, Tensor, float, float, float], Tensor]
+"""(logits `[C, V]`, labels `[C, 1]`, scale, soft cap or 0, label smoothing) -> losses `[C, 1]`, in
+one pass that replaces the logits by their gradient."""
 
 
 def chunked_cross_entropy(
@@ -31,6 +36,7 @@ def chunked_cross_entropy(
     vocabulary: VocabularyShard | None = None,
     weights_N: Tensor | None = None,
     num_supervised: int | None = None,
+    fused_losses: FusedLosses | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the supervised tokens, in nats.
 
@@ -69,13 +75,15 @@ def chunked_cross_entropy(
         weights_N: factor of each token's loss, of either sign, without gradient; None for 1.
         num_supervised: number of labels that are not -100, if the host knows it; None reads it
             from the device.
+        fused_losses: computes losses and gradient of a chunk's logits where gradients are needed,
+            the head has no bias and the rank all rows. It needs no wide copy of the logits.
 
     Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass;
     torch.nn.functional.linear_cross_entropy (torch 2.13) likewise. Why not the latter:
     docs/decisions/0001-chunked-cross-entropy.md.
     """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
-    head = _LogitTransform(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary)
+    head = _LogitTransform(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary, fused_losses)
     weights_S = (
         weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
     )
@@ -145,7 +153,7 @@ def _select_supervised(
 
 @dataclass(frozen=True)
 class _ChunkBuffers:
-    """Memory of one chunk, reused by every chunk.
+    """Memory of one chunk, reused by every chunk; one matrix if losses are fused.
 
     On a CPU new memory costs more than the arithmetic.
     """
@@ -160,11 +168,18 @@ class _ChunkBuffers:
 
     @classmethod
     def allocate(
-        cls, num_tokens: int, weight_VD: Tensor, *, has_logit_transform: bool
+        cls,
+        num_tokens: int,
+        weight_VD: Tensor,
+        *,
+        has_logit_transform: bool,
+        is_fused: bool = False,
     ) -> _ChunkBuffers:
         shape = (num_tokens, weight_VD.shape[0])
         sum_dtype = torch.promote_types(weight_VD.dtype, torch.float32)
         logits_CV = weight_VD.new_empty(shape)
+        if is_fused:
+            return cls(logits_CV, logits_CV, logits_CV)
         needs_own_memory = has_logit_transform and sum_dtype != weight_VD.dtype
         return cls(
             logits_CV=logits_CV,
@@ -192,11 +207,43 @@ class _LogitTransform:
     soft_cap: float | None
     label_smoothing: float
     vocabulary: VocabularyShard | None
+    fused_losses: FusedLosses | None = None
 
     @property
     def is_identity(self) -> bool:
         """True if the product already is the logits."""
         return self.bias_V is None and self.logit_scale == 1.0 and self.soft_cap is None
+
+    @property
+    def is_fused(self) -> bool:
+        """True if one function computes losses and gradients."""
+        has_all = self.bias_V is None and self.vocabulary is None
+        return self.fused_losses is not None and has_all
+
+    def compute_chunk(
+        self,
+        chunk: _ChunkBuffers,
+        labels_C1: Tensor,
+        weights_C: Tensor | None,
+        *,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum the weighted losses of a chunk's tokens; also return d loss / d product."""
+        grad_CV = None
+        if needs_gradient and self.is_fused:
+            assert self.fused_losses is not None
+            options = (self.logit_scale, self.soft_cap or 0.0, self.label_smoothing)
+            loss_C = self.fused_losses(chunk.logits_CV, labels_C1, *options).squeeze(1)
+            grad_CV = chunk.logits_CV
+        else:
+            loss_C = self.compute_losses(chunk, labels_C1)
+            if needs_gradient:
+                grad_CV = self.compute_gradient(chunk, labels_C1)
+        if weights_C is None:
+            return loss_C.sum(), grad_CV
+        if grad_CV is not None:
+            grad_CV *= weights_C.unsqueeze(1)
+        return loss_C @ weights_C, grad_CV
 
     def compute_losses(self, chunk: _ChunkBuffers, labels_C1: Tensor) -> Tensor:
         """Compute the losses of a chunk's tokens, `[C]`; writes log-probabilities to the chunk."""
@@ -289,6 +336,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             min(chunk_tokens, hidden_SD.shape[0]),
             product_weight_VD,
             has_logit_transform=not head.is_identity,
+            is_fused=head.is_fused and any(needs_grad),
         )
 
         sums_wide = compute_dtype != sum_dtype and has_wide_sums(hidden_SD)
@@ -311,19 +359,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             labels_C1 = labels_S[start : start + chunk_tokens].unsqueeze(1)
             chunk = buffers.slice_rows(hidden_CD.shape[0])
             torch.mm(hidden_CD, product_weight_VD.T, out=chunk.logits_CV)
-            loss_C = head.compute_losses(chunk, labels_C1)
             weights_C = (
                 None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
             )
-            loss += loss_C.sum() if weights_C is None else loss_C @ weights_C
-            if not any(needs_grad):
+            loss_sum, grad_CV = head.compute_chunk(
+                chunk, labels_C1, weights_C, needs_gradient=any(needs_grad)
+            )
+            loss += loss_sum
+            if grad_CV is None:
                 continue
-            grad_CV = head.compute_gradient(chunk, labels_C1)
-            if weights_C is not None:
-                grad_CV *= weights_C.unsqueeze(1)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-            if compute_dtype != sum_dtype:
+            if grad_CV.dtype != compute_dtype:
                 # Reuses the logits' memory, which has the dtype of the products.
                 grad_CV = chunk.logits_CV.copy_(grad_CV)
             if grad_hidden_SD is not None:

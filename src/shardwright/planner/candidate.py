@@ -131,6 +131,14 @@ class Candidate:
     """Formulas of the framework that runs the step."""
 
     @property
+    def has_fused_losses(self) -> bool:
+        """True if a chunk's losses and gradient are one compiled function. Ranks that share the
+        vocabulary exchange sums in between, and preferences read losses before gradients."""
+        has_compiled_functions = self.compile or self.has_fused_functions
+        has_whole_chunks = self.layout.tp == 1 and self.reference == "none"
+        return has_compiled_functions and has_whole_chunks and self.engine.has_fused_losses
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step."""
         return self.micro_batch_size * self.layout.data_ranks * self.gradient_accumulation_steps

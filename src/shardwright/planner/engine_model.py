@@ -333,6 +333,11 @@ class EngineModel:
         return tokens * (vocab_size / tp) * 8.0
 
     @property
+    def has_fused_losses(self) -> bool:
+        """True if compiled code replaces a chunk's logits by their gradient in one pass."""
+        return True
+
+    @property
     def num_chunked_loss_inputs(self) -> int:
         """Tensors of the hidden states' size in the chunked loss: their gradient, and the hidden
         states, which every chunk reads."""

@@ -28,6 +28,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Bounds, RankGrid
 from shardwright.model.attention import fused_attention
 from shardwright.model.decoder import Decoder
+from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.offload import OffloadedOptimizer, ParameterOffload, WeightOffload
@@ -291,7 +292,9 @@ def _build_model(
             plan.shape,
             attention=choose_rehearsed_attention(recipe, device.type),
             loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk
+                chunked_cross_entropy,
+                chunk_tokens=recipe.model.smallest_loss_chunk,
+                fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
             ),
             compute_dtype=precision.compute,
         )

@@ -23,6 +23,7 @@ from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.peft_folder import PeftFolder
 from shardwright.model.hf.weight_bytes import StoredWeights
 from shardwright.model.lora import initialise_adapter
+from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
@@ -106,7 +107,7 @@ def build_model(
         decoder = build_decoder(
             validated_run.shape,
             attention=recipe.model.attention,
-            loss_function=_build_loss_function(recipe),
+            loss_function=_build_loss_function(recipe, plan),
             compute_dtype=validated_run.dtypes.compute,
             expert_rules=resolve_expert_rules(recipe.moe, validated_run.shape),
         )
@@ -127,10 +128,14 @@ def build_model(
     )
 
 
-def _build_loss_function(recipe: Recipe) -> LossFunction:
+def _build_loss_function(recipe: Recipe, plan: Plan) -> LossFunction:
     if recipe.model.loss_kernel == "liger":
         return liger_cross_entropy
-    return partial(chunked_cross_entropy, chunk_tokens=recipe.model.smallest_loss_chunk)
+    return partial(
+        chunked_cross_entropy,
+        chunk_tokens=recipe.model.smallest_loss_chunk,
+        fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
+    )
 
 
 def offload_weights(

@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.model.pointwise.operators import differentiate_token_losses
+from shardwright.numerics.loss import FusedLosses, chunked_cross_entropy
+
+# From torch's own import of its compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 N = 61
 D = 16
@@ -338,8 +342,79 @@ def test_evaluation_computes_no_gradient() -> None:
     torch.testing.assert_close(loss, compute_plain(hidden_ND, weight_VD, None, labels_N).detach())
 
 
-def test_label_outside_the_vocabulary_is_an_error_on_cpu() -> None:
+@pytest.mark.parametrize("fused_losses", [None, differentiate_token_losses])
+def test_label_outside_the_vocabulary_is_an_error_on_cpu(fused_losses: FusedLosses | None) -> None:
     hidden_ND, weight_VD, _, labels_N = make_inputs()
     labels_N[1] = V
     with pytest.raises(RuntimeError, match="out of bounds"):
-        chunked_cross_entropy(hidden_ND, weight_VD, None, labels_N, chunk_tokens=8)
+        chunked_cross_entropy(
+            hidden_ND, weight_VD, None, labels_N, chunk_tokens=8, fused_losses=fused_losses
+        )
+
+
+def differentiate(
+    fused_losses: FusedLosses | None, dtype: torch.dtype, **options: Any
+) -> tuple[Tensor, ...]:
+    """Return loss and gradients; the last chunk of 8 tokens has fewer."""
+    hidden_ND, weight_VD, _, labels_N = make_inputs(dtype)
+    weights_N = torch.linspace(-1, 2, N) if options.pop("is_weighted", False) else None
+    loss = chunked_cross_entropy(
+        hidden_ND,
+        weight_VD,
+        None,
+        labels_N,
+        chunk_tokens=8,
+        weights_N=weights_N,
+        fused_losses=fused_losses,
+        **options,
+    )
+    return loss, *torch.autograd.grad(loss / 17, [hidden_ND, weight_VD])
+
+
+@pytest.mark.parametrize("options", [*CASES, {"is_weighted": True}], ids=str)
+def test_fused_losses_equal_separate_operations(options: dict[str, Any]) -> None:
+    for found, expected in zip(
+        differentiate(differentiate_token_losses, torch.float64, **options),
+        differentiate(None, torch.float64, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14)
+
+
+def test_fused_losses_in_16_bits_have_a_loss_in_fp32_and_gradients_rounded_once() -> None:
+    exact = differentiate(None, torch.float64)
+    found = differentiate(differentiate_token_losses, torch.bfloat16)
+    separate = differentiate(None, torch.bfloat16)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], separate[0], rtol=1e-6, atol=0)
+    for fused_gradient, gradient, exact_gradient in zip(
+        found[1:], separate[1:], exact[1:], strict=True
+    ):
+        error = (fused_gradient.double() - exact_gradient).norm()
+        assert error <= 1.02 * (gradient.double() - exact_gradient).norm()
+
+
+def test_fused_losses_hold_one_chunk_in_the_compute_precision() -> None:
+    """The compiled function is called with the operator's own memory: nothing else is recorded."""
+    hidden_ND = torch.randn(64, 8, dtype=torch.bfloat16)
+    weight_VD = torch.randn(256, 8, dtype=torch.bfloat16, requires_grad=True)
+    sizes = []
+
+    def record(logits_CV: Tensor, *arguments: Any) -> Tensor:
+        before = logits_CV.data_ptr()
+        losses_C1 = differentiate_token_losses(logits_CV, *arguments)
+        sizes.append((logits_CV.dtype, logits_CV.shape, logits_CV.data_ptr() - before))
+        return losses_C1
+
+    with _Allocations() as allocations:
+        chunked_cross_entropy(
+            hidden_ND,
+            weight_VD,
+            None,
+            torch.arange(64),
+            chunk_tokens=16,
+            soft_cap=5.0,
+            fused_losses=record,
+        )
+    assert sizes == [(torch.bfloat16, (16, 256), 0)] * 4
+    assert allocations.largest == 16 * 256

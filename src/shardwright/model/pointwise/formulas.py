@@ -1,10 +1,10 @@
-"""Computations of norms, gates and rotations with their gradients, as a compiler fuses them.
+"""Computations of norms, gates, rotations and losses with gradients, as a compiler fuses them.
 
 Each computes in fp32 (fp64 for fp64 tensors) and rounds its results once. Eagerly they are correct
 and slow: every operation reads and writes memory.
 
 Legend: N tokens (or two dims of them), D features, H heads, E head_dim, R rotated features, F
-feed-forward width.
+feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -203,3 +203,36 @@ def rotate(x_NHE: Tensor, cos_NR: Tensor, sin_NR: Tensor, direction: float) -> t
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def differentiate_token_losses(
+    logits_NV: Tensor,
+    labels_N1: Tensor,
+    logit_scale: float,
+    soft_cap: float,
+    label_smoothing: float,
+) -> tuple[Tensor, ...]:
+    """Compute the cross-entropy of each token, `[N, 1]`, and replace logits by their gradient.
+
+    The formulas are those of `shardwright.numerics.loss`; a `soft_cap` of 0 is none. The gradient
+    is rounded once, to the logits' dtype.
+    """
+    wide_NV = _widen(logits_NV)
+    final_NV = wide_NV * logit_scale
+    if soft_cap:
+        squashed_NV = torch.tanh(final_NV / soft_cap)
+        final_NV = squashed_NV * soft_cap
+    log_sum_N1 = torch.logsumexp(final_NV, 1, keepdim=True)
+    losses_N1 = log_sum_N1 - final_NV.gather(1, labels_N1)
+    if label_smoothing:
+        mean_N1 = final_NV.mean(1, keepdim=True)
+        losses_N1 = (1.0 - label_smoothing) * losses_N1 + label_smoothing * (log_sum_N1 - mean_N1)
+    probs_NV = torch.exp(final_NV - log_sum_N1)
+    is_target_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == labels_N1
+    gradient_NV = torch.where(is_target_NV, probs_NV - (1.0 - label_smoothing), probs_NV)
+    if label_smoothing:
+        gradient_NV = gradient_NV - label_smoothing / logits_NV.shape[1]
+    if soft_cap:
+        gradient_NV = gradient_NV * (1.0 - squashed_NV.square())
+    logits_NV.copy_(gradient_NV * logit_scale)
+    return (losses_N1,)

@@ -132,8 +132,8 @@ def _compile(formula: Formula) -> Formula:
             except torch._dynamo.exc.TorchDynamoException as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 raise RunFailed(
-                    f"model.fused_pointwise: torch.compile failed for {formula.__name__}: "
-                    f"{' '.join(lines[:2])}. Set model.fused_pointwise: none"
+                    f"torch.compile failed for {formula.__name__}: {' '.join(lines[:2])}. "
+                    f"Set model.fused_pointwise: none and model.compile: false"
                 ) from error
         return results
 
@@ -283,4 +283,13 @@ rotate = _define(
     "fused_rotate(Tensor x, Tensor cos, Tensor sin, float direction) -> Tensor",
     lambda x, cos, sin, direction: run_formula(formulas.rotate, (x, cos, sin), (), (direction,))[0],
     lambda x, cos, sin, direction: _allocate_like(x)[0],
+)
+
+differentiate_token_losses = _define(
+    "fused_token_losses(Tensor(a!) logits, Tensor labels, float logit_scale, float soft_cap, "
+    "float label_smoothing) -> Tensor",
+    lambda logits, labels, *constants: run_formula(
+        formulas.differentiate_token_losses, (logits, labels), (), constants
+    )[0],
+    lambda logits, labels, *constants: _allocate_scale(logits),
 )

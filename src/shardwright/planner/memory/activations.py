@@ -374,9 +374,10 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
     """Return the bytes at the loss, and the part of them that remains when the backward pass
     begins.
 
-    Chunked loss: the logits of a chunk in the compute precision and in fp32 (twice with a soft
-    cap or scale), the gradient of the hidden states, and the gradient of the head's weight in
-    fp32 with one matmul result next to it. The weight gradient remains during the backward pass.
+    Chunked loss: the logits of a chunk in the compute precision and, unless losses are fused, in
+    fp32 (twice with a soft cap or scale), the gradient of the hidden states, and the gradient of
+    the head's weight in fp32 with one matmul result next to it. The weight gradient remains during
+    the backward pass.
     """
     shape = facts.shape
     size = candidate.activation_bytes
@@ -393,6 +394,8 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
     per_logit = wide + (size if is_unscaled or size == wide else size + wide)
     if size == wide:
         per_logit = 2 * wide
+    if candidate.has_fused_losses:
+        per_logit = size
     weight_gradient = weight * (wide + (size if size != wide else 0))
     hidden = candidate.engine.num_chunked_loss_inputs * hidden_gradient
     # Later the hidden states' gradient becomes that of the last layer's output, which is

@@ -348,6 +348,10 @@ class FrameworkConventions(EngineModel):
         )
 
     @property
+    def has_fused_losses(self) -> bool:
+        return False
+
+    @property
     def num_chunked_loss_inputs(self) -> int:
         return 1
 
