@@ -40,6 +40,10 @@ with the optimizer. Curves are of a small model on the text of Python's standard
 4 bits from the weights of the first seed. Final loss is the mean of the last 20 steps, in which
 elements are counted."""
 
+FAST_ACCUMULATION = """\
+Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
+{fast_limit:g}."""
+
 OFFLOAD = """\
 Steps with states in host memory, each variant in a process of its own, on the same weights and
 tokens. Transfers: the longer one of the bytes to and from the device, at the rates of pinned copies
@@ -368,10 +372,12 @@ def _render_low_precision(result: dict[str, Any]) -> str:
         for name, row in result[section].items()
         if "failed" in row
     ]
+    conditions = result["low_precision"]
     return "\n\n".join(
         [
             "## 8-bit and 4-bit products",
-            LOW_PRECISION.format(**result["low_precision"]),
+            LOW_PRECISION.format(**conditions),
+            *([FAST_ACCUMULATION.format(**conditions)] if "fast_limit" in conditions else []),
             _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
             _render_table(("step", "ms", "times bf16 (compiled if it ran)", "peak GiB"), timed),
             _render_table(("curve", *places, "final loss", "saturated", "flushed share"), curves),

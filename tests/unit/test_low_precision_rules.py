@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
-from shardwright.config.low_precision import FP8Section, NVFP4Section
+from shardwright.config.low_precision import FP8Recipe, FP8Section, NVFP4Section
 from shardwright.config.model import ModelSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
@@ -149,6 +149,24 @@ def test_the_recipe_refuses_unused_and_unknown_keys() -> None:
         build_recipe(precision={"kind": "bf16", "fp8": {}})
     with pytest.raises(ShardwrightError, match="tensorwise"):
         build_recipe(precision={"kind": "fp8", "fp8": {"recipe": "delayed"}})
+
+
+def test_kernels_that_add_blocks_in_fp32_refuse_fast_accumulation() -> None:
+    fast_products = {name: FP8Section(recipe=name).fast_products for name in get_args(FP8Recipe)}
+    outputs = dict.fromkeys(("tensorwise", "rowwise", "rowwise_with_gw_hp"), ("output",))
+    assert fast_products == outputs | {"blockwise": (), "mxfp8": ()}
+    assert FP8Section(fast_accumulation=()).fast_products == ()
+    assert FP8Section(recipe="mxfp8", fast_accumulation=()).fast_products == ()
+    products = ("output", "weight_gradient")
+    assert FP8Section(recipe="rowwise", fast_accumulation=products).fast_products == products
+    for options, message in (
+        ({"recipe": "blockwise", "fast_accumulation": ["output"]}, r"got .*output.*allowed: \[\]"),
+        ({"fast_accumulation": ["weight_gradient"]}, "allowed: output, input_gradient"),
+        ({"fast_accumulation": ["outputs"]}, "input_gradient"),
+    ):
+        with pytest.raises(ShardwrightError, match=message) as error:
+            build_recipe(precision={"kind": "fp8", "fp8": options})
+        assert "precision.fp8" in str(error.value)
 
 
 def test_nvfp4_needs_its_flag() -> None:

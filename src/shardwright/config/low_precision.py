@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import model_validator
+
 from shardwright.config.recipe_section import RecipeSection
 
 FP8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
@@ -12,6 +14,17 @@ LowPrecisionRecipe = Literal[
 ]
 """Recipes of `fp8`, and the one of `nvfp4`."""
 LowPrecisionTarget = Literal["attention", "mlp", "experts"]
+FP8Product = Literal["output", "input_gradient", "weight_gradient"]
+
+_BLOCK_RECIPES: tuple[LowPrecisionRecipe, ...] = ("blockwise", "mxfp8", "nvfp4")
+
+
+def select_fast_products(recipe: LowPrecisionRecipe) -> tuple[FP8Product, ...]:
+    """Select the products of a recipe that accumulate fast by default.
+
+    Scales of blocks are applied to partial sums in fp32, so kernels for them have no such mode.
+    """
+    return () if recipe in _BLOCK_RECIPES else ("output",)
 
 
 class _LowPrecisionSection(RecipeSection):
@@ -41,6 +54,32 @@ class FP8Section(_LowPrecisionSection):
     emulate: bool = False
     """Emulate on CUDA devices too: slow, but for every recipe and every device. CPUs always
     emulate."""
+    fast_accumulation: tuple[FP8Product, ...] | None = None
+    """Products whose partial sums stay in Hopper's tensor cores, in about 14 bits, instead of being
+    added in fp32: faster and less accurate. Emulation and GPUs without this mode ignore it.
+    Default: `[output]`, and `[]` for `blockwise` and `mxfp8`, which add blocks in fp32."""
+
+    @property
+    def fast_products(self) -> tuple[FP8Product, ...]:
+        """Products that accumulate fast."""
+        if self.fast_accumulation is None:
+            return select_fast_products(self.recipe)
+        return self.fast_accumulation
+
+    @model_validator(mode="after")
+    def _check_fast_accumulation(self) -> FP8Section:
+        if self.fast_accumulation and self.recipe in _BLOCK_RECIPES:
+            raise ValueError(
+                f"`fast_accumulation` got {list(self.fast_accumulation)}, but the kernels of "
+                f"`recipe: {self.recipe}` add blocks in fp32; allowed: []; remove it"
+            )
+        if "weight_gradient" in self.fast_products and self.recipe == "rowwise_with_gw_hp":
+            raise ValueError(
+                "`fast_accumulation` got weight_gradient, which is no product of 8-bit operands "
+                "with `recipe: rowwise_with_gw_hp`; allowed: output, input_gradient; remove it, "
+                "or use `recipe: rowwise`"
+            )
+        return self
 
 
 class NVFP4Section(_LowPrecisionSection):
@@ -50,6 +89,7 @@ class NVFP4Section(_LowPrecisionSection):
 
     kind: ClassVar[Literal["nvfp4"]] = "nvfp4"
     recipe: ClassVar[Literal["nvfp4"]] = "nvfp4"
+    fast_products: ClassVar[tuple[FP8Product, ...]] = ()
 
     experimental: bool = False
     """Must be true: long runs are not measured, and formats may change between versions."""

@@ -48,6 +48,7 @@ def install_low_precision(
             find_sharded_dim(plan.placement.parameters[name], is_transposed=module.is_transposed),
             None if group is None else partial(reduce_maxima, group=group),
             is_emulated=section.emulate or device.type == "cpu",
+            fast_products=section.fast_products,
             totals=totals,
             rounding_key=decoder.rounding_key,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import read_config
-from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
+from shardwright.config.low_precision import (
+    FP8Product,
+    FP8Section,
+    LowPrecisionRecipe,
+    NVFP4Section,
+)
 from shardwright.config.training import PrecisionSection
 from shardwright.doctor.rates import scaled_rates
 from shardwright.hardware import MatmulRate
@@ -107,6 +112,42 @@ def test_grouped_kernels_give_the_numbers_of_the_emulation(
         assert_equal_but_for_rounding(computed.cpu().float(), emulated.float())
 
 
+class FastCallRecorder(TorchDispatchMode):
+    """Recorder of the accumulation of every call of a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_fast: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(("aten._scaled_mm_v2", "aten._scaled_grouped_mm_v2")):
+            names = [argument.name for argument in func._schema.arguments]
+            passed = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.is_fast.append(passed.get("use_fast_accum", False))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fast_product", get_args(FP8Product))
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_chosen_products_accumulate_fast(name: str, fast_product: FP8Product) -> None:
+    operands = {key: each.to(GPU) for key, each in make_operands(SIZES[0]).items()}
+    calls: dict[str, tuple[Tensor, ...]] = {
+        product: select_operands(product, operands) for product in PRODUCTS
+    }
+    if name != "tensorwise":
+        experts = (torch.stack([operands["w"]] * 2), torch.tensor([56, 200]).to(GPU))
+        calls["compute_expert_output"] = (operands["x"], *experts)
+        calls["compute_expert_input_gradient"] = (operands["g"], *experts)
+    scaled = ScaledProducts(
+        PRODUCT_SCALINGS[name], is_emulated=False, fast_products=(fast_product,)
+    )
+    for product, arguments in calls.items():
+        with FastCallRecorder() as recorder:
+            getattr(scaled, product)(*arguments)
+        is_bf16 = (name, product) == ("rowwise_with_gw_hp", "compute_weight_gradient")
+        assert recorder.is_fast == ([] if is_bf16 else [product.endswith(fast_product)]), product
+
+
 class GroupedCallCounter(TorchDispatchMode):
     """Counter of products of experts."""
 
@@ -174,15 +215,15 @@ def test_the_doctor_measures_the_kernels_of_a_device(
 
 
 def compute_gradients(
-    config: dict[str, Any], recipe: LowPrecisionRecipe, *, emulate: bool
+    config: dict[str, Any], recipe: LowPrecisionRecipe, **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """Compute loss and gradients of a decoder whose plan is applied on the device."""
     shape = read_config(config)
     section = PrecisionSection.of_low_precision(
         # Other last bits of a sum change the random numbers of a block.
-        NVFP4Section(experimental=True, emulate=emulate, gradient_rounding="nearest")
+        NVFP4Section(experimental=True, gradient_rounding="nearest", **options)
         if recipe == "nvfp4"
-        else FP8Section(recipe=recipe, emulate=emulate)
+        else FP8Section(recipe=recipe, **options)
     )
     specs = {spec.name: spec for spec in shape.list_parameters()}
     with torch.device("meta"):
@@ -217,12 +258,14 @@ def test_a_decoder_computes_as_it_does_with_emulation(
 ) -> None:
     """Sums round to bf16 in another order, and nothing else differs."""
     called: list[str] = []
+    is_fast: list[bool] = []
 
     def count(name: str) -> None:
         kernel = getattr(F, name)
 
         def call(*arguments: Any, **options: Any) -> Tensor:
             called.append(name)
+            is_fast.append(options.get("use_fast_accum", False))
             product: Tensor = kernel(*arguments, **options)
             return product
 
@@ -232,6 +275,8 @@ def test_a_decoder_computes_as_it_does_with_emulation(
     count("scaled_grouped_mm")
     loss, gradients = compute_gradients(config, recipe, emulate=False)
     assert ("scaled_mm" in called, "scaled_grouped_mm" in called) == (True, config is SPARSE)
+    num_outputs = len(called) // 2 if recipe == "rowwise_with_gw_hp" else 0
+    assert is_fast == [True] * num_outputs + [False] * (len(called) - num_outputs)
     called.clear()
     expected_loss, expected = compute_gradients(config, recipe, emulate=True)
     assert not called

@@ -42,7 +42,8 @@ def test_a_cpu_measures_the_recipes_that_it_has_kernels_for() -> None:
 
 
 def test_a_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_arguments: object) -> None:
+    def fail(*_arguments: object, **options: object) -> None:
+        assert options == {"is_fast": True}, "the output is measured as it is trained"
         raise RuntimeError("cuBLAS: not supported\nmore")
 
     monkeypatch.setattr(scaled_rates, "multiply_on_device", fail)
@@ -68,7 +69,7 @@ def test_the_gradients_of_nvfp4_are_rounded_stochastically(
     monkeypatch.setattr(scaled_rates, "_CPU_RECIPES", ("nvfp4",))
     monkeypatch.setattr(scaled_rates, "MEASURED_RECIPES", ("nvfp4",))
     for module in (scaled_rates, scaled_product):
-        monkeypatch.setattr(module, "multiply_on_device", lambda left, right, dtype: None)
+        monkeypatch.setattr(module, "multiply_on_device", lambda *_, **__: None)
     (rate,) = time_scaled_products(CPU, BF16)
     assert rate.obstacle is None
     assert rate.stochastic_flops_per_second is not None

@@ -118,8 +118,13 @@ def test_rows_have_whole_blocks_or_are_full(
             | {"max_position_embeddings": 32}
         },
     }
-    plan = validate_run(build_recipe(tmp_path, **sections), 1).plan
-    assert plan.batch.row_multiple == row_multiple
+    run = validate_run(build_recipe(tmp_path, **sections), 1)
+    assert run.plan.batch.row_multiple == row_multiple
+    assert run.drift_fields["precision"] == f"fp8 ({recipe}, attention, mlp, experts, bf16)"
+    if recipe == "tensorwise":
+        sections["precision"]["fp8"]["fast_accumulation"] = ["output", "input_gradient"]
+        changed = validate_run(build_recipe(tmp_path, **sections), 1).drift_fields["precision"]
+        assert "fast accumulation of output and input_gradient" in changed
 
 
 @pytest.mark.parametrize(

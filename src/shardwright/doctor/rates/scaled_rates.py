@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from shardwright.config.low_precision import LowPrecisionRecipe
+from shardwright.config.low_precision import LowPrecisionRecipe, select_fast_products
 from shardwright.doctor.finding import Finding
 from shardwright.doctor.rates.device_rates import measure_best_seconds
 from shardwright.doctor.rates.rate_findings import SECTION, judge_slow_ranks
@@ -84,14 +84,21 @@ def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulR
     if obstacle is not None:
         return ScaledRate(recipe, side, bf16.flops_per_second, obstacle=obstacle)
     x_MK, w_NK = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-    products = ScaledProducts(PRODUCT_SCALINGS[recipe], is_emulated=False)
+    fast_products = select_fast_products(recipe)
+    products = ScaledProducts(
+        PRODUCT_SCALINGS[recipe], is_emulated=False, fast_products=fast_products
+    )
     if recipe == "nvfp4":
         products.rounding_key = torch.zeros((), dtype=torch.int32, device="cpu")
     left, right = products.quantise_output_operands(x_MK, w_NK)
     seconds = _SECONDS[device.type]
     try:
         kernel = measure_best_seconds(
-            lambda: multiply_on_device(left, right, torch.bfloat16), device, seconds=seconds
+            lambda: multiply_on_device(
+                left, right, torch.bfloat16, is_fast="output" in fast_products
+            ),
+            device,
+            seconds=seconds,
         )
         whole = measure_best_seconds(
             lambda: products.compute_output(x_MK, w_NK), device, seconds=seconds

@@ -49,8 +49,17 @@ _E4M3_OF_E2M1 = 12
 zero, and in E2M1."""
 
 
-def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
-    """Compute left @ right, `[M, N]`, in `dtype`."""
+def multiply_on_device(
+    left: Operand, right: Operand, dtype: torch.dtype, *, is_fast: bool = False
+) -> Tensor:
+    """Compute left @ right, `[M, N]`, in `dtype`.
+
+    Args:
+        is_fast: leave partial sums in Hopper's tensor cores, in about 14 bits. For scales of
+            tensors and rows only: scales of blocks are applied to partial sums in fp32.
+    """
+    has_blocks = left.scaling.columns is not None
+    assert not (is_fast and has_blocks), "kernels of blocks have no fast accumulation"
     if isinstance(left, TwoLevelMatrix) or isinstance(right, TwoLevelMatrix):
         assert isinstance(left, TwoLevelMatrix)
         assert isinstance(right, TwoLevelMatrix)
@@ -73,7 +82,7 @@ def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Ten
         )
     left_scales = 1.0 / left.multipliers
     right_scales = 1.0 / right.multipliers
-    if left.scaling.columns is not None:
+    if has_blocks:
         is_square = right.scaling.columns != 1
         return _multiply_blocks(
             codes_MK, codes_KN, left_scales, right_scales, dtype, is_square=is_square
@@ -86,7 +95,14 @@ def multiply_on_device(left: Operand, right: Operand, dtype: torch.dtype) -> Ten
         left_scales = left_scales.expand(codes_MK.shape[0], 1).contiguous()
         right_scales = right_scales.expand(1, codes_KN.shape[1]).contiguous()
     return F.scaled_mm(
-        codes_MK, codes_KN, left_scales, kind, right_scales, kind, output_dtype=dtype
+        codes_MK,
+        codes_KN,
+        left_scales,
+        kind,
+        right_scales,
+        kind,
+        output_dtype=dtype,
+        use_fast_accum=is_fast,
     )
 
 
@@ -120,6 +136,7 @@ def multiply_experts_on_device(
     dtype: torch.dtype,
     *,
     is_transposed: bool,
+    is_fast: bool = False,
 ) -> Tensor:
     """Multiply each row by its expert's matrix, `[M, N]`, in `dtype`.
 
@@ -129,7 +146,10 @@ def multiply_experts_on_device(
             of each matrix, or one per matrix.
         counts_E: rows of each expert. The host reads them only for blocks of 128.
         is_transposed: multiply by the transposed matrices.
+        is_fast: as in `multiply_on_device`.
     """
+    has_blocks = left.scaling.columns is not None
+    assert not (is_fast and has_blocks), "kernels of blocks have no fast accumulation"
     num_experts = counts_E.shape[0]
     codes_ERC = right.codes.unflatten(0, (num_experts, -1))
     codes_EKN = codes_ERC.mT if is_transposed else codes_ERC.mT.contiguous().mT
@@ -138,7 +158,7 @@ def multiply_experts_on_device(
     num_columns = codes_EKN.shape[2]
     if num_rows == 0:
         return codes_MK.new_empty((0, num_columns), dtype=dtype)
-    if left.scaling.columns is not None:
+    if has_blocks:
         multipliers_ERC = right.multipliers.unflatten(0, (num_experts, -1))
         # In the order of the kernel: of output columns, then of blocks of the summed dim.
         multipliers_ENK = multipliers_ERC if is_transposed else multipliers_ERC.mT
@@ -176,6 +196,7 @@ def multiply_experts_on_device(
         swizzle_b=order,
         offs=counts_E.cumsum(0).to(torch.int32),
         output_dtype=dtype,
+        use_fast_accum=is_fast,
     )
     return product_MN
 

@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from shardwright.config.low_precision import FP8Product
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
 from shardwright.model.products.gathered_weight import GatheredWeight
@@ -105,6 +106,8 @@ class ScaledProducts:
     """Function from this rank's maxima to those of all ranks that share the weight."""
     is_emulated: bool = True
     """True multiplies dequantised operands; False calls the device's kernels."""
+    fast_products: tuple[FP8Product, ...] = ()
+    """Products whose kernels accumulate fast."""
     totals: RoundingTotals | None = None
     gathered: GatheredWeight | None = None
     """The weight, if its codes are gathered over data ranks. Those of a rank's shard are counted
@@ -130,7 +133,7 @@ class ScaledProducts:
     def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x w^T, `[M, N]`, in x's dtype."""
         left, right = self.quantise_output_operands(x_MK, w_NK)
-        return self._multiply(left, right, x_MK.dtype)
+        return self._multiply("output", left, right, x_MK.dtype)
 
     def quantise_output_operands(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Operand, Operand]:
         """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
@@ -144,7 +147,7 @@ class ScaledProducts:
         g_scaling, w_scaling = self.scaling.input_gradient
         w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.input_gradient_maxima)
         g_operand = self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key)
-        return self._multiply(g_operand, w_operand, g_MN.dtype)
+        return self._multiply("input_gradient", g_operand, w_operand, g_MN.dtype)
 
     def compute_weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Compute g^T x, `[N, K]`, in g's dtype."""
@@ -152,6 +155,7 @@ class ScaledProducts:
             return g_MN.t() @ x_MK
         g_scaling, x_scaling = self.scaling.weight_gradient
         return self._multiply(
+            "weight_gradient",
             transpose(self.quantise(g_MN, g_scaling, _G)),
             self.quantise(x_MK, x_scaling, _X),
             g_MN.dtype,
@@ -161,6 +165,7 @@ class ScaledProducts:
         """Multiply each row by its expert's matrix, `[M, N]`, in x's dtype."""
         x_scaling, w_scaling = self.scaling.output
         return self._multiply_grouped(
+            "output",
             self.quantise(x_MK, x_scaling, _X),
             self._quantise_experts(w_ENK, w_scaling, self.output_maxima),
             counts_E,
@@ -174,6 +179,7 @@ class ScaledProducts:
         """Multiply each gradient by its row's expert, `[M, K]`, in g's dtype."""
         g_scaling, w_scaling = self.scaling.input_gradient
         return self._multiply_grouped(
+            "input_gradient",
             self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key),
             self._quantise_experts(w_ENK, w_scaling, self.input_gradient_maxima),
             counts_E,
@@ -241,9 +247,12 @@ class ScaledProducts:
         )
         return scales
 
-    def _multiply(self, left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+    def _multiply(
+        self, product: FP8Product, left: Operand, right: Operand, dtype: torch.dtype
+    ) -> Tensor:
         if not self.is_emulated:
-            return multiply_on_device(left, right, dtype)
+            is_fast = product in self.fast_products
+            return multiply_on_device(left, right, dtype, is_fast=is_fast)
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantise(left).to(wide) @ dequantise(right).to(wide)).to(dtype)
 
@@ -255,6 +264,7 @@ class ScaledProducts:
 
     def _multiply_grouped(
         self,
+        product: FP8Product,
         left: Operand,
         right: Operand,
         counts_E: Tensor,
@@ -268,7 +278,12 @@ class ScaledProducts:
             assert isinstance(left, QuantisedMatrix), "4-bit experts have no kernel"
             assert isinstance(right, QuantisedMatrix)
             return multiply_experts_on_device(
-                left, right, counts_E, dtype, is_transposed=is_transposed
+                left,
+                right,
+                counts_E,
+                dtype,
+                is_transposed=is_transposed,
+                is_fast=product in self.fast_products,
             )
         wide = torch.promote_types(dtype, torch.float32)
         product_M = multiply_grouped(

@@ -17,6 +17,7 @@ from shardwright.architecture import (
     ParameterSpec,
 )
 from shardwright.config import Recipe
+from shardwright.config.low_precision import select_fast_products
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.scheduled_mixture import describe_weight_schedule
@@ -240,6 +241,8 @@ def _describe_precision(recipe: Recipe) -> str:
     if section is None:
         return recipe.precision.kind
     parts = [section.recipe, *section.targets, *(f"not {pattern}" for pattern in section.exclude)]
+    if section.fast_products != select_fast_products(section.recipe):
+        parts.append(f"fast accumulation of {' and '.join(section.fast_products) or 'nothing'}")
     return f"{section.kind} ({', '.join([*parts, section.compute])})"
 
 
