@@ -11,7 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "liger-kernel", "numpy", "triton")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "liger-kernel",
+    "torchtune",
+    "numpy",
+    "triton",
+)
 
 
 def read_conditions() -> dict[str, Any]:

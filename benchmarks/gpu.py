@@ -49,6 +49,7 @@ NEEDS = {
     "shardwright": _OURS,
     "trainer": (*_OURS, "transformers", "accelerate"),
     "trainer-liger": (*_OURS, "transformers", "accelerate", "liger_kernel"),
+    "torchtune": (*_OURS, "torchtune", "tqdm"),
 }
 """Packages of each contender. Ours read the model of a case."""
 TESTS_NEED = ("pytest", "hypothesis", "transformers", *_OURS)

@@ -32,8 +32,9 @@ PACKAGES = (
 )  # fmt: skip
 """All that `make gpu` imports except torch and its own requirements. pyarrow is too large, and only
 files in its formats need it."""
-PEER_PACKAGES = ("liger-kernel",)
-"""Those of contenders and optional kernels, which need Triton and so a GPU."""
+PEER_PACKAGES = ("liger-kernel", "torchtune==0.6.1")
+"""Those of contenders and optional kernels, which the tests on CPU do not need. torchtune's own
+requirements are for data sets (`benchmarks.contenders.with_torchtune`)."""
 _PLATFORMS = (
     *("manylinux_2_17_x86_64", "manylinux2014_x86_64"),
     *("manylinux_2_24_x86_64", "manylinux_2_28_x86_64"),

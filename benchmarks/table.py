@@ -38,13 +38,15 @@ step is measured over predicted tokens/s, less one."""
 GPU_PREFACE = """\
 Made by `make gpu` (`python -m benchmarks.gpu`, then `python -m benchmarks.table`). Random weights,
 synthetic tokens, {precision} compute with fp32 master weights and moments, fused AdamW, gradients
-clipped to 1; an option names another optimizer. LoRA has adapters of all projections, and the base
-is frozen. Where an option names the layers, the model has as many as the planner says fit. Experts
-get the tokens that their random router chooses. Contenders of a case run in turn, each visit in a
-new process. MFU is model FLOPs (causal attention, no recomputation, no gradient of a frozen matrix)
-over the best square matrix product measured right before the case. Attention is the kernel that was
-taken. Graph breaks are the places where torch.compile stopped tracing. Host waits are those of a
-step for the device, counted in steps after the timed ones."""
+clipped to 1; an option names another optimizer. torchtune has no mixed precision: its weights,
+gradients and moments are {precision} too, so that it moves and keeps fewer bytes. LoRA has
+adapters of all projections, and the base is frozen. Where an option names the layers, the model has
+as many as the planner says fit. Experts get the tokens that their random router chooses. Contenders
+of a case run in turn, each visit in a new process. MFU is model FLOPs (causal attention, no
+recomputation, no gradient of a frozen matrix) over the best square matrix product measured right
+before the case. Attention is the kernel that was taken. Graph breaks are the places where
+torch.compile stopped tracing. Host waits are those of a step for the device, counted in steps after
+the timed ones."""
 
 
 GPU_RATIOS = """\

@@ -11,6 +11,7 @@ CONTENDERS = {
     "deepspeed": "benchmarks.contenders.with_deepspeed",
     "trainer": "benchmarks.contenders.with_trainer",
     "trainer-liger": "benchmarks.contenders.with_trainer",
+    "torchtune": "benchmarks.contenders.with_torchtune",
 }
 
 TITLES = {
@@ -20,4 +21,5 @@ TITLES = {
     "deepspeed": "DeepSpeed, transformers' model",
     "trainer": "Hugging Face Trainer with Accelerate",
     "trainer-liger": "Hugging Face Trainer with liger-kernel",
+    "torchtune": "torchtune, weights and moments in the precision of compute",
 }
