@@ -208,6 +208,7 @@ def _widen(x: Tensor) -> Tensor:
 def differentiate_token_losses(
     logits_NV: Tensor,
     labels_N1: Tensor,
+    targets_N1: Tensor,
     logit_scale: float,
     soft_cap: float,
     label_smoothing: float,
@@ -216,14 +217,14 @@ def differentiate_token_losses(
 
     The formulas are those of `shardwright.numerics.loss`; a `soft_cap` of 0 is none. The gradient
     is rounded once, to the logits' dtype.
+
+    Args:
+        targets_N1: the labels' logits. torch 2.11 fails to compile a look-up in a tensor that the
+            formula changes.
     """
-    wide_NV = _widen(logits_NV)
-    final_NV = wide_NV * logit_scale
-    if soft_cap:
-        squashed_NV = torch.tanh(final_NV / soft_cap)
-        final_NV = squashed_NV * soft_cap
+    final_NV = _transform_logits(logits_NV, logit_scale, soft_cap)
     log_sum_N1 = torch.logsumexp(final_NV, 1, keepdim=True)
-    losses_N1 = log_sum_N1 - final_NV.gather(1, labels_N1)
+    losses_N1 = log_sum_N1 - _transform_logits(targets_N1, logit_scale, soft_cap)
     if label_smoothing:
         mean_N1 = final_NV.mean(1, keepdim=True)
         losses_N1 = (1.0 - label_smoothing) * losses_N1 + label_smoothing * (log_sum_N1 - mean_N1)
@@ -233,6 +234,11 @@ def differentiate_token_losses(
     if label_smoothing:
         gradient_NV = gradient_NV - label_smoothing / logits_NV.shape[1]
     if soft_cap:
-        gradient_NV = gradient_NV * (1.0 - squashed_NV.square())
+        gradient_NV = gradient_NV * (1.0 - (final_NV / soft_cap).square())
     logits_NV.copy_(gradient_NV * logit_scale)
     return (losses_N1,)
+
+
+def _transform_logits(logits: Tensor, logit_scale: float, soft_cap: float) -> Tensor:
+    scaled = _widen(logits) * logit_scale
+    return torch.tanh(scaled / soft_cap) * soft_cap if soft_cap else scaled

@@ -289,7 +289,10 @@ differentiate_token_losses = _define(
     "fused_token_losses(Tensor(a!) logits, Tensor labels, float logit_scale, float soft_cap, "
     "float label_smoothing) -> Tensor",
     lambda logits, labels, *constants: run_formula(
-        formulas.differentiate_token_losses, (logits, labels), (), constants
+        formulas.differentiate_token_losses,
+        (logits, labels, logits.gather(1, labels)),
+        (),
+        constants,
     )[0],
     lambda logits, labels, *constants: _allocate_scale(logits),
 )
