@@ -93,6 +93,9 @@ _COMMUNICATING_OPERATION_NAMES = frozenset(
 """Operators of compiled code whose results are those of collectives."""
 
 
+_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
 class SavedCommunication(NamedTuple):
     """Results of communication inside a block that its recomputation keeps."""
 
@@ -166,6 +169,30 @@ def _build_policy(should_save: Callable[[Any], bool]) -> Callable[..., Checkpoin
     return choose_policy
 
 
+def _checkpoint_or_raise(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a checkpointed function; leave torch's hooks and contexts if it raises an error.
+
+    torch 2.11 leaves them open: later code of the process would run under them.
+    """
+    errors: list[BaseException] = []
+    is_forward = True
+
+    def run(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except BaseException as error:
+            if not is_forward:  # torch ends a recomputation early by an exception
+                raise
+            errors.append(error)
+            return None
+
+    output = _checkpoint(run, *args, **options)
+    is_forward = False
+    if errors:
+        raise errors.pop()
+    return output
+
+
 def _build_selective_runner(
     is_saved: Callable[[Any], bool],
     pack: PackFunction | None,
@@ -195,10 +222,9 @@ def _build_selective_runner(
         # torch.compile does not compare policies, only the values that it reads: without the name,
         # blocks with different policies would share the first one's graph.
         assert policy_name
-        contexts = create_contexts if torch.compiler.is_compiling() else create_eager_contexts
-        return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        if torch.compiler.is_compiling():
+            return _checkpoint(function, *args, context_fn=create_contexts)
+        return _checkpoint_or_raise(function, *args, context_fn=create_eager_contexts)
 
     return run
 
@@ -265,10 +291,9 @@ def _build_full_runner(communication: SavedCommunication | None) -> RecomputeRun
         )
 
     def run(function: Callable[..., Any], *args: Any) -> Any:
-        options = eager_contexts
         if torch.compiler.is_compiling():
             contexts = partial(create_selective_checkpoint_contexts, policy)
-            options = {"context_fn": contexts}
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+            return _checkpoint(function, *args, context_fn=contexts)
+        return _checkpoint_or_raise(function, *args, **eager_contexts)
 
     return run

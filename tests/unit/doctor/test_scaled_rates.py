@@ -17,6 +17,7 @@ from shardwright.doctor.rates.scaled_rates import (
 )
 from shardwright.hardware import MatmulRate
 from shardwright.model.products import scaled_product
+from shardwright.model.products.kernel_support import explain_missing_cpu_kernel
 from shardwright.model.products.operand import Operand
 from shardwright.model.products.scaled_product import ScaledProducts
 
@@ -26,6 +27,9 @@ LARGE = MatmulRate("bf16", 1024, 1024, 1024, 3e9)
 UNEVEN = MatmulRate("bf16", 256, 128, 128, 5e9)
 
 
+@pytest.mark.skipif(
+    explain_missing_cpu_kernel("tensorwise") is not None, reason="torch lacks 8-bit CPU kernels"
+)
 def test_a_cpu_measures_the_recipes_that_it_has_kernels_for() -> None:
     rates = {rate.recipe: rate for rate in time_scaled_products(CPU, [*BF16, LARGE, UNEVEN])}
     assert tuple(rates) == MEASURED_RECIPES
@@ -41,11 +45,21 @@ def test_a_cpu_measures_the_recipes_that_it_has_kernels_for() -> None:
     assert list(time_scaled_products(CPU, [LARGE])) == []
 
 
+def test_a_build_without_cpu_kernels_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_operator_and_key: False
+    )
+    (finding, *_) = judge_scaled_products({0: list(time_scaled_products(CPU, BF16))}, "cpu")
+    assert (finding.name, finding.verdict) == ("products, fp8 tensorwise", "pass")
+    assert f"torch {torch.__version__} has no CPU kernel for 8-bit operands" in finding.value
+
+
 def test_a_kernel_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object, **options: object) -> None:
         assert options == {"is_fast": True}, "the output is measured as it is trained"
         raise RuntimeError("cuBLAS: not supported\nmore")
 
+    monkeypatch.setattr(scaled_rates, "explain_missing_cpu_kernel", lambda _recipe: None)
     monkeypatch.setattr(scaled_rates, "multiply_on_device", fail)
     rate = next(time_scaled_products(CPU, BF16))
     assert (rate.obstacle, rate.is_unexpected) == ("cuBLAS: not supported", True)
@@ -66,7 +80,7 @@ def test_the_gradients_of_nvfp4_are_rounded_stochastically(
         return quantise(self, *arguments, **options)
 
     monkeypatch.setattr(ScaledProducts, "quantise", record)
-    monkeypatch.setattr(scaled_rates, "_CPU_RECIPES", ("nvfp4",))
+    monkeypatch.setattr(scaled_rates, "explain_missing_cpu_kernel", lambda _recipe: None)
     monkeypatch.setattr(scaled_rates, "MEASURED_RECIPES", ("nvfp4",))
     for module in (scaled_rates, scaled_product):
         monkeypatch.setattr(module, "multiply_on_device", lambda *_, **__: None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.model.products.kernel_support import explain_missing_cpu_kernel
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
@@ -16,6 +17,9 @@ from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import compile_boxed
 
 KERNEL_RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+NEEDS_CPU_KERNEL = pytest.mark.skipif(
+    explain_missing_cpu_kernel("rowwise") is not None, reason="torch lacks 8-bit CPU kernels"
+)
 PRODUCTS = ["compute_output", "compute_input_gradient", "compute_weight_gradient"]
 
 
@@ -32,6 +36,7 @@ def select_operands(product: str, operands: dict[str, Tensor]) -> tuple[Tensor, 
     return operands[left], operands[right]
 
 
+@NEEDS_CPU_KERNEL
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("name", KERNEL_RECIPES)
 def test_the_cpu_kernel_gives_the_emulations_numbers(name: str, product: str) -> None:
@@ -88,6 +93,7 @@ class CallCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@NEEDS_CPU_KERNEL
 @pytest.mark.parametrize(("recompute", "num_calls"), [("selective", 3), ("full", 4)])
 def test_selective_recomputation_saves_the_kernels_results(recompute: Any, num_calls: int) -> None:
     run = build_recompute_runner(recompute)
@@ -100,6 +106,7 @@ def test_selective_recomputation_saves_the_kernels_results(recompute: Any, num_c
     assert counter.num_calls == num_calls
 
 
+@NEEDS_CPU_KERNEL
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(

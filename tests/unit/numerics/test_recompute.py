@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.numerics.recompute import build_recompute_runner
@@ -163,6 +164,22 @@ def test_evaluation_saves_nothing() -> None:
     assert runner is not None
     with torch.no_grad():
         assert not runner(TinyBlock(), torch.randn(B, T, D), 0.5).requires_grad
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_an_error_leaves_no_mode_and_no_hook_behind(kind: RecomputeKind) -> None:
+    runner = build_recompute_runner(kind)
+    assert runner is not None
+    x_BTD = torch.randn(B, T, D, requires_grad=True)
+
+    def fail(x_BTD: Tensor) -> Tensor:
+        raise MemoryError("no memory for the product")
+
+    with pytest.raises(MemoryError, match="no memory") as kept:
+        runner(fail, x_BTD)
+    assert _len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert kept.traceback[-1].name == "fail"  # the error, and with it torch's frames, still exists
 
 
 @pytest.mark.long

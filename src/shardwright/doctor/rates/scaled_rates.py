@@ -19,7 +19,11 @@ from shardwright.doctor.rates.device_rates import measure_best_seconds
 from shardwright.doctor.rates.rate_findings import SECTION, judge_slow_ranks
 from shardwright.hardware import MatmulRate
 from shardwright.launch.rank_outcome import extract_first_line
-from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
+from shardwright.model.products.kernel_support import (
+    describe_device,
+    explain_missing_cpu_kernel,
+    explain_missing_kernel,
+)
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_matmul import multiply_on_device
 from shardwright.model.products.scaled_product import ScaledProducts
@@ -33,7 +37,6 @@ MEASURED_RECIPES: tuple[LowPrecisionRecipe, ...] = (
     "nvfp4",
 )
 """`rowwise_with_gw_hp` has the output product of `rowwise`."""
-_CPU_RECIPES = ("tensorwise", "rowwise")
 _MAX_CPU_SIDE = 512
 _SECONDS = {"cpu": 0.05, "cuda": 0.2}
 
@@ -79,8 +82,7 @@ def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulR
     if device.type == "cuda":
         obstacle = explain_missing_kernel(recipe, describe_device(device))
     else:
-        has_kernel = recipe in _CPU_RECIPES
-        obstacle = None if has_kernel else f"torch has no CPU kernel for {recipe} scales"
+        obstacle = explain_missing_cpu_kernel(recipe)
     if obstacle is not None:
         return ScaledRate(recipe, side, bf16.flops_per_second, obstacle=obstacle)
     x_MK, w_NK = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))

@@ -31,6 +31,8 @@ _GROUPED_CAPABILITIES: dict[LowPrecisionRecipe, tuple[Capability, ...]] = {
 }
 """Compute capabilities with a kernel for stacked experts. `blockwise` has one product per expert,
 of the kernel for one matrix."""
+_CPU_RECIPES: tuple[LowPrecisionRecipe, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Recipes whose scales the CPU kernel takes, in builds of torch that have it: 2.11 has none."""
 _GROUPED_BLOCK_FLAGS = ("-DUSE_MSLK", "-DUSE_FBGEMM_GENAI")
 """Flags of builds of torch with a grouped kernel for blocks of 32, since 2.11 and before."""
 _FIRST_8BIT_CAPABILITY = (8, 9)
@@ -109,6 +111,15 @@ def explain_missing_kernel(
             "this build of torch has no grouped kernel for mxfp8 scales of experts: its compiler "
             f"flags (torch.__config__.show()) have none of {', '.join(_GROUPED_BLOCK_FLAGS)}"
         )
+    return None
+
+
+def explain_missing_cpu_kernel(recipe: LowPrecisionRecipe) -> str | None:
+    """Explain why a CPU cannot multiply a recipe's operands; None if it can."""
+    if recipe not in _CPU_RECIPES:
+        return f"torch has no CPU kernel for {recipe} scales"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        return f"torch {torch.__version__} has no CPU kernel for 8-bit operands"
     return None
 
 

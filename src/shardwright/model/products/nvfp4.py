@@ -39,7 +39,7 @@ and 4 and the appendix on quantisation; rounding steps and the smallest block sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -60,8 +60,6 @@ _SATURATION_BOUNDARY = 7.0
 _SMALLEST_MAXIMUM = 1e-12
 """Smaller outer maxima count as this, so that a tensor of zeros has a finite scale."""
 
-_WHOLE = Scaling(None, None)
-
 
 @dataclass(frozen=True)
 class TwoLevelScaling(Scaling):
@@ -70,7 +68,8 @@ class TwoLevelScaling(Scaling):
     The codes are E2M1 numbers, stored as the equal E4M3 ones, a byte each.
     """
 
-    outer: Scaling = _WHOLE
+    # A factory: torch 2.11 cannot trace a dataclass whose default is an object of its own.
+    outer: Scaling = field(default_factory=lambda: Scaling(None, None))
     """Extent and format of the outer scales; all columns share one."""
 
 
