@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.checkpoint.background_save import SAVE_THREAD_NAME
 from shardwright.errors import (
@@ -247,4 +248,9 @@ def _clear_dtensor_caches() -> bool:
         clear = getattr(getattr(owner, name, None), "cache_clear", None)
         if clear is not None:
             clear()
+    # torch 2.11 never frees the arguments of some operations, and with them their mesh. Without
+    # its groups, a mesh holds no threads and no connections.
+    for value in gc.get_objects():
+        if type(value) is DeviceMesh:
+            vars(value).get("_pg_registry", {}).clear()
     return True

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import (  # type: ignore[import-untyped]
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.model.products.kernel_support import explain_missing_cpu_kernel
@@ -135,3 +141,26 @@ def test_compiled_layers_call_the_kernels_with_the_same_operands(name: str) -> N
         results.append((y.detach(), x.grad, layer.weight.grad, table))
     for plain, compiled in zip(*results, strict=True):
         assert torch.equal(plain, compiled)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_maximum_of_a_weight_follows_from_those_of_its_rows() -> None:
+    """Compiled code reads a weight once for the scales of the output and the input gradient."""
+    reduced: list[list[tuple[int, ...]]] = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.target == torch.ops.aten.amax.default]
+        reduced.append([tuple(node.args[0].meta["val"].shape) for node in nodes])
+        return make_boxed_func(graph.forward)
+
+    layer = build_layer("rowwise_with_gw_hp")
+    assert layer.scaled is not None
+    layer.scaled.totals = None
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled: Any = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    compiled(make_operands()["x"].requires_grad_()).float().square().sum().backward()
+    whole = [shape for graph in reduced for shape in graph if math.prod(shape) == 32 * 64]
+    assert whole == [(32, 1, 1, 64)]

@@ -175,11 +175,13 @@ def test_an_error_leaves_no_mode_and_no_hook_behind(kind: RecomputeKind) -> None
     def fail(x_BTD: Tensor) -> Tensor:
         raise MemoryError("no memory for the product")
 
-    with pytest.raises(MemoryError, match="no memory") as kept:
+    with pytest.raises(MemoryError, match="no memory") as raised:
         runner(fail, x_BTD)
     assert _len_torch_dispatch_stack() == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert kept.traceback[-1].name == "fail"  # the error, and with it torch's frames, still exists
+    assert (
+        raised.traceback[-1].name == "fail"
+    )  # the error, and with it torch's frames, still exists
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 from tests.unit.planner import models
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
@@ -353,6 +354,8 @@ LESS_EXACT = dict.fromkeys(
     0.05,
 )
 """Tolerance of cases whose peak is predicted less exactly than within 3%."""
+HAS_MESHES_PER_PARAMETER = hasattr(_fsdp_common, "ShardPlacementResult")
+"""True if FSDP2 gathers experts with their block, as the planner predicts: since torch 2.13."""
 
 
 def test_fused_norms_save_no_wider_copies_of_their_inputs() -> None:
@@ -411,9 +414,14 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         report.gradients_bytes, rel=0.03
     )
     between_steps = report.weights_bytes + report.optimizer_bytes
-    assert predicted.live - predicted.weights - predicted.optimizer == pytest.approx(
-        report.peak_bytes - between_steps, rel=LESS_EXACT.get(str(case), case.tolerance)
-    )
+    peak_bytes = report.peak_bytes - between_steps
+    tolerance = LESS_EXACT.get(str(case), case.tolerance)
+    predicted_bytes = predicted.live - predicted.weights - predicted.optimizer
+    if case.layout.ep > 1 and not HAS_MESHES_PER_PARAMETER:
+        # Experts are gathered and freed by themselves: less memory than with their block.
+        assert peak_bytes <= predicted_bytes * (1 + tolerance)
+    else:
+        assert predicted_bytes == pytest.approx(peak_bytes, rel=tolerance)
     if case.sections in WEIGHT_SECTIONS:
         stored_bytes = report.offloaded_parameter_bytes
         assert stored_bytes > 0

@@ -126,7 +126,12 @@ def compute_block_maxima(values_RC: Tensor, scaling: Scaling) -> Tensor:
 
     A block with a NaN has the maximum infinity: maxima over ranks may lose a NaN. The last block
     of a dim may be smaller than the others; a whole dim without elements is one block of zeros.
+    Blocks of whole rows reduce each row first: compiled code then finds these maxima together with
+    others of the rows, or has them already.
     """
+    if scaling.columns is None and scaling.rows != 1:
+        maxima = compute_block_maxima(values_RC, Scaling(1, None))
+        return _split_into_blocks(maxima, scaling).amax((1, 3))
     maxima = _split_into_blocks(values_RC.detach().float().abs(), scaling).amax((1, 3))
     return torch.where(maxima.isnan(), torch.inf, maxima)
 
