@@ -25,6 +25,7 @@ from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
+from tests import deep_ep_double
 from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_model, build_recipe
 from tests.multiprocess.pool import RankPool
 
@@ -182,6 +183,22 @@ def test_experts_equal_one_process(
     ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
 ) -> None:
     report = verify_layout(ranks, config, layout, case)
+    assert report.passed, list_failures(report)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", zero_stage=1), CAPACITY),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", zero_stage=3), LOSSES),
+        (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="deep_ep", zero_stage=2), IDLE),
+    ],
+    ids=str,
+)
+def test_deep_ep_equals_one_process(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
+    report = verify_layout(ranks, config, layout, case, deep_ep_double.install)
     assert report.passed, list_failures(report)
 
 

@@ -36,7 +36,9 @@ class LayoutSection(RecipeSection):
     communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
-    expert_dispatch: Literal["whole", "halves", "once_per_rank", "padded", "auto"] = "whole"
+    expert_dispatch: Literal["whole", "halves", "once_per_rank", "padded", "deep_ep", "auto"] = (
+        "whole"
+    )
     """Exchange of rows under `ep`. `whole`: a row per choice is sent to its expert, computed and
     returned. `halves`: one half of the tokens' rows are sent while the experts compute the other.
     `once_per_rank`: a token's row is sent once to each rank with one of its experts, which returns

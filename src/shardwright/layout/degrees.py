@@ -16,7 +16,7 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "auto"]
+ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "deep_ep", "auto"]
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
