@@ -15,14 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-calls: list[str] = []
-"""Calls of this process: `plan`, `dispatch`, `combine` and `wait`."""
 
 _Handle = tuple[Tensor, ...]
 
@@ -35,7 +31,7 @@ class EventOverlap:
 
     def current_stream_wait(self) -> None:
         """Deliver the tensors."""
-        calls.append("wait")
+        _observers[-1]("wait")
         self._deliver()
 
 
@@ -58,6 +54,7 @@ class Buffer:
         assert num_nvl_bytes > 0
         assert num_rdma_bytes == 0
         self.group = group
+        self.num_nvl_bytes = num_nvl_bytes
         self.group_size = group.size()
 
     @staticmethod
@@ -119,12 +116,12 @@ class Buffer:
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
-            calls.append("dispatch")
+            _observers[-1]("dispatch")
             *_, source_V, is_in_rank_NP, _ = handle
             (rows_VD,) = self._send(is_in_rank_NP, source_V.shape[0], x)
             received, event = _hide([rows_VD], is_async=async_finish)
             return received[0], None, None, None, None, event
-        calls.append("plan")
+        _observers[-1]("plan")
         assert topk_idx is not None
         assert topk_weights is not None
         assert is_token_in_rank is not None
@@ -170,10 +167,11 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Return one row, and weights, for each token received; add those of a token."""
         self._check_call(x, previous_event, async_finish, allocate_on_comm_stream)
-        calls.append("combine")
+        _observers[-1]("combine")
         counts_PP, *_, source_V, is_in_rank_NP, _ = handle
         assert x.shape[0] == source_V.shape[0]
-        sent, received = counts_PP[0].tolist(), is_in_rank_NP.sum(0).tolist()
+        sent: list[int] = counts_PP[0].tolist()
+        received: list[int] = is_in_rank_NP.sum(0).tolist()
         places_S = is_in_rank_NP.t().nonzero()[:, 1]
         sums = []
         for rows_VX in (x, topk_weights):
@@ -236,9 +234,23 @@ def build_package() -> ModuleType:
     return package
 
 
+_Observer = Callable[[str], object]
+_observers: list[_Observer] = []
+
+
 @contextmanager
-def install() -> Iterator[None]:
-    """Let this process import the stand-in as `deep_ep`."""
-    calls.clear()
-    with patch.dict(sys.modules, {"deep_ep": build_package()}):
+def install(observe: _Observer = lambda _call: None) -> Iterator[None]:
+    """Let this process import the stand-in as `deep_ep`.
+
+    `observe` is called with `plan`, `dispatch`, `combine` or `wait`.
+    """
+    installed = sys.modules.get("deep_ep")
+    sys.modules["deep_ep"] = build_package()
+    _observers.append(observe)
+    try:
         yield
+    finally:
+        _observers.pop()
+        del sys.modules["deep_ep"]
+        if installed is not None:
+            sys.modules["deep_ep"] = installed

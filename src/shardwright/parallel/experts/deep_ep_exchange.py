@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.architecture import ExpertShape
+from shardwright.layout.degrees import DEEP_EP_ROW_UNIT
 from shardwright.model.communication_results import keep_statistic
 from shardwright.model.products.row_copies import RowCopies, copy_rows, map_copies, sum_copies
 from shardwright.model.routing import Routing, count_tokens
@@ -34,15 +35,13 @@ from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.experts.deep_ep import load_buffer_class
 from shardwright.parallel.pipelined.pending_communication import PendingCommunication
 
-_PLAN_WIDTH = 16
-"""Width of the rows of the first dispatch: the kernels copy multiples of 32 bytes."""
 _ALIGNMENT = 16
 """Bytes to whose multiples the tensors of a handle are aligned."""
 _HANDLE_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 
 
 class _Plan(NamedTuple):
-    """What a rank knows before it sends rows."""
+    """Indices, weights and handle of an exchange, known before rows are sent."""
 
     counts_e: Tensor
     """Choices of each expert of this rank."""
@@ -72,7 +71,7 @@ class DeepEPExchange:
         """
         self.group_name = row_exchange.register_group(group)
         self.shape = shape
-        _buffers[self.group_name] = _build_buffer(group, row_bytes)
+        _allocate_buffer(group, self.group_name, row_bytes)
 
     def place_rows(self, experts_NK: Tensor, counts_E: Tensor) -> None:
         """Return None: these exchanges have no padding."""
@@ -131,7 +130,7 @@ class DeepEPExchange:
         """Exchange choices and weights; the host waits for the number of rows."""
         compute = partial(
             _plan_exchange,
-            x_ND.new_zeros(x_ND.shape[0], _PLAN_WIDTH),
+            x_ND.new_zeros(x_ND.shape[0], DEEP_EP_ROW_UNIT),
             experts_NK,
             weights_NK.detach().contiguous(),
             self.shape.num_experts,
@@ -142,13 +141,15 @@ class DeepEPExchange:
         return _Plan(counts_e, order_R, copies, *others)
 
 
-def _build_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """Allocate a buffer for rows of this size, for ranks of one node."""
-    buffer = load_buffer_class()
+def _allocate_buffer(group: dist.ProcessGroup, group_name: str, row_bytes: int) -> None:
+    """Allocate the buffer of a group for rows of this size, for ranks of one node."""
+    buffer_class = load_buffer_class()
     ranks = group.size()
-    configs = (buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks))
+    configs = (buffer_class.get_dispatch_config(ranks), buffer_class.get_combine_config(ranks))
     size = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
-    return buffer(group, size, 0)
+    buffer = _buffers.get(group_name)  # that of another model, such as a reference
+    if buffer is None or buffer.group is not group or buffer.num_nvl_bytes < size:
+        _buffers[group_name] = buffer_class(group, size, 0)
 
 
 _buffers: dict[str, Any] = {}
@@ -157,7 +158,8 @@ _buffers: dict[str, Any] = {}
 
 def _pack_handle(handle: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a handle as bytes, `[B]`, and the dtypes and sizes of its tensors, `[T, 3]`."""
-    parts, rows = [], []
+    parts: list[Tensor] = []
+    rows: list[list[int]] = []
     for tensor in handle:
         flat = tensor.contiguous().flatten().view(torch.uint8)
         parts += [flat, flat.new_zeros(-flat.shape[0] % _ALIGNMENT)]
