@@ -25,6 +25,7 @@ from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import build_block_runner, build_layer_runner
 from shardwright.training.step import accumulate_gradients
+from tests import deep_ep_double
 from tests.compiled_graphs import GraphCounter
 from tests.multiprocess.models import DEEPSEEK, GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.nccl_order.pool import OrderedRankPool
@@ -84,6 +85,9 @@ CASES_ON_TWO_RANKS = [
         "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3), "full"
     ),
     CompiledCase("gpt_oss", Layout(dp_shard=2, ep=2, zero_stage=3, **PADDED), "full", LIMITED),
+    CompiledCase(
+        "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", zero_stage=3), "full"
+    ),
 ]
 LONG = [
     CompiledCase("llama", Layout(tp=2)),
@@ -175,6 +179,12 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     Sparse blocks are compiled as in a run, without `fullgraph`, which would allow sizes that are
     read on the host by itself. A break would then make more graphs.
     """
+    calls: list[str] = []
+    with deep_ep_double.install(calls.append):
+        return _compare_with_eager(case, calls)
+
+
+def _compare_with_eager(case: CompiledCase, deep_ep_calls: list[str]) -> tuple[int, int]:
     adapters = AdapterSection(rank=2) if case.has_adapters else None
     model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model], adapters)
     model.decoder.expert_rules = case.rules
@@ -182,6 +192,7 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
     expected = [run_step(model, step) for step in (0, 1)]
     counter = GraphCounter()
     counter.compile(model.decoder, fullgraph=model.decoder.shape.experts is None)
+    deep_ep_calls.clear()
     read = row_exchange.read_row_counts
     with patch.object(row_exchange, "read_row_counts", side_effect=read) as reads:
         for step in (0, 1):
@@ -189,8 +200,10 @@ def compare_with_eager(case: CompiledCase) -> tuple[int, int]:
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     # The host reads each layer's counts once per step, also if the layer is recomputed.
     num_sparse = sum(layer.sparse for layer in model.decoder.shape.layers)
+    is_deep_ep = case.layout.expert_dispatch == "deep_ep"
     has_reads = case.layout.ep > 1 and case.layout.expert_dispatch != "padded"
-    assert reads.call_count == (2 * num_sparse if has_reads else 0)
+    num_reads = deep_ep_calls.count("plan") if is_deep_ep else reads.call_count
+    assert num_reads == (2 * num_sparse if has_reads else 0)
     if case.model == "llama" and case.layout.tp > 1:
         assert counter.num_forward_collectives == (4 if case.layout.sequence_parallel else 2)
         # Recomputation repeats the collectives whose results it does not keep, but not the last

@@ -25,6 +25,7 @@ from shardwright.plans import BatchPlan
 from shardwright.verification.cases import VERIFICATION_DTYPES, VerificationCase
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
+from tests import deep_ep_double
 from tests.multiprocess.models import DEEPSEEK, GPT_OSS, MIXTRAL, build_model, build_recipe
 from tests.multiprocess.pool import RankPool
 
@@ -185,6 +186,42 @@ def test_experts_equal_one_process(
     assert report.passed, list_failures(report)
 
 
+@pytest.mark.parametrize(
+    ("config", "layout", "case"),
+    [
+        (MIXTRAL, Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", zero_stage=1), CAPACITY),
+        (DEEPSEEK, Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", zero_stage=3), LOSSES),
+        (GPT_OSS, Layout(dp_shard=4, ep=4, expert_dispatch="deep_ep", zero_stage=2), IDLE),
+        pytest.param(
+            DEEPSEEK,
+            Layout(dp_shard=2, ep=2, expert_dispatch="deep_ep", tp=2),
+            CAPACITY,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            GPT_OSS,
+            Layout(cp=2, ep=2, expert_dispatch="deep_ep", cp_method="ring"),
+            LOSSES,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            MIXTRAL,
+            Layout(
+                dp_shard=2, ep=2, expert_dispatch="deep_ep", pp=2, zero_stage=2, schedule="zb_h1"
+            ),
+            VerificationCase(4, "full", router_losses=True),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=str,
+)
+def test_deep_ep_equals_one_process(
+    ranks: RankPool, config: dict[str, Any], layout: Layout, case: VerificationCase
+) -> None:
+    report = verify_layout(ranks, config, layout, case, deep_ep_double.install)
+    assert report.passed, list_failures(report)
+
+
 @contextmanager
 def wrap_experts_separately() -> Iterator[None]:
     """Wrap experts separately, as FSDP2 requires before torch 2.13."""
@@ -264,6 +301,10 @@ class RecordedStep(NamedTuple):
     gradients: dict[str, torch.Tensor]
 
 
+EVENTS = {"plan": "read", "dispatch": "issue", "combine": "issue", "wait": "wait"}
+"""Events of `record_step` by the call of DeepEP."""
+
+
 def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> RecordedStep:
     """Record when row counts are read, exchanges start and end, and experts run, in one sparse
     layer.
@@ -271,6 +312,8 @@ def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> 
     log = _order_log
     log.clear()
     precision = PrecisionSection(kind="fp64")
+    patches = ExitStack()
+    patches.enter_context(deep_ep_double.install(lambda call: log.append(EVENTS[call])))
     model = build_model(read_config(DEEPSEEK), layout, BatchPlan(12, 2, 1, 2), precision, seed=0)
     model.decoder.set_recompute(build_block_runner(model.decoder.shape, layout, recompute))
 
@@ -292,7 +335,7 @@ def record_step(layout: Layout, recompute: RecomputeKind, is_compiled: bool) -> 
         torch._dynamo.reset()  # graphs of earlier tests count towards torch's limit
         model.decoder.compile_blocks(backend="aot_eager", fullgraph=True)
     ids_BT = torch.arange(24).view(2, 12)
-    with ExitStack() as patches:
+    with patches:
         for name, event in (
             ("read_row_counts", "read"),
             ("start_all_to_all", "issue"),
@@ -365,17 +408,21 @@ def test_computation_overlaps_with_the_exchange(
     """Shared experts run during an exchange. The experts of one half of the tokens do so too if
     the other half is exchanged by itself, with the same loss and gradients. Rows sent once per
     rank are added in another order. Padded exchanges have the order of exact ones, but no read.
+    DeepEP exchanges weights with the numbers, and their gradients with those of the rows.
     """
     whole = Layout(dp_shard=2, ep=2, zero_stage=zero_stage)
-    halves, once = (replace(whole, expert_dispatch=each) for each in ("halves", "once_per_rank"))
-    orders = {whole: WHOLE, halves: HALVES, once: ONCE, replace(whole, **PADDED): AS_WHOLE}
+    halves, once, deep_ep = (
+        replace(whole, expert_dispatch=each) for each in ("halves", "once_per_rank", "deep_ep")
+    )
+    padded = replace(whole, **PADDED)
+    orders = {whole: WHOLE, halves: HALVES, once: ONCE, padded: AS_WHOLE, deep_ep: WHOLE}
     recorded = [ranks.run(2, record_step, layout, recompute, is_compiled) for layout in orders]
-    for steps, (forward, backward) in zip(recorded, orders.values(), strict=True):
+    for steps, (layout, (forward, backward)) in zip(recorded, orders.items(), strict=True):
         # Recomputation keeps numbers and places and repeats the rest. Of rows sent once per rank,
         # the return of sums has no saved tensor: it is not repeated, and its gradient is exchanged
         # before. A compiler decides when it recomputes.
-        num_first = forward.index("issue")
-        num_first, num_before = (len(PLACES), 2) if forward == ONCE[0] else (num_first, 0)
+        num_first = len(PLACES) if forward == ONCE[0] else forward.index("issue")
+        num_before = 2 if layout in (once, deep_ep) else 0
         repeated = forward[num_first : len(forward) - num_before]
         repeated = [] if recompute == "none" else repeated
         for step in steps:

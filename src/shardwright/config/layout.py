@@ -36,14 +36,17 @@ class LayoutSection(RecipeSection):
     communicated during the products of others, and gradients are summed behind those of weights.
     `fused`: PyTorch's kernels over symmetric memory (CUDA, ranks of one node) in place of chunks.
     `auto`: `fused` where it is available, else none."""
-    expert_dispatch: Literal["whole", "halves", "once_per_rank", "padded", "auto"] = "whole"
+    expert_dispatch: Literal["whole", "halves", "once_per_rank", "padded", "deep_ep", "auto"] = (
+        "whole"
+    )
     """Exchange of rows under `ep`. `whole`: a row per choice is sent to its expert, computed and
     returned. `halves`: one half of the tokens' rows are sent while the experts compute the other.
     `once_per_rank`: a token's row is sent once to each rank with one of its experts, which returns
     one weighted sum. `padded`: as `whole`, with the same number of rows for every rank, so that
     the host does not wait for their numbers; a step with more rows is repeated without padding.
-    `auto`: the one of the others except `padded` with the shortest predicted step, for the
-    recipe's cluster or this machine's GPUs; `whole` without either."""
+    `deep_ep`: rows as `once_per_rank`, by the kernels of the package DeepEP (CUDA, bf16, 2, 4 or 8
+    ranks of one node). `auto`: the one of `whole`, `halves` and `once_per_rank` with the shortest
+    predicted step, for the recipe's cluster or this machine's GPUs; `whole` without either."""
     expert_row_limit: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.25
     """With `expert_dispatch: padded`: limit of the rows that a rank sends to each other rank, as a
     multiple of the even share. Raised during a run in which steps are repeated."""

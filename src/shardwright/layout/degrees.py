@@ -16,7 +16,13 @@ from shardwright.errors import LayoutError
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
 CpSplit = Literal["zigzag", "work"]
-ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "auto"]
+ExpertDispatch = Literal["whole", "halves", "once_per_rank", "padded", "deep_ep", "auto"]
+_DEEP_EP_RANKS = (2, 4, 8)
+"""Ranks of one node that `deep_ep.Buffer.get_dispatch_config` knows (versions 1.2.1 and 2.1.0)."""
+DEEP_EP_ROW_UNIT = 16
+"""Elements to whose multiples DeepEP's kernels copy rows: 32 bytes in bf16 (likewise,
+`csrc/kernels/intranode.cu`). A first dispatch sends one unit per row.
+"""
 AsyncTensorParallel = Literal["none", "auto", "chunked", "fused"]
 
 MAX_TENSOR_CHUNKS = 4
@@ -195,6 +201,14 @@ def _check_expert_dispatch(section: LayoutSection) -> None:
             got=section.expert_dispatch,
             allowed="whole, auto",
             remedy="Remove it, or set ep",
+        )
+    if section.expert_dispatch == "deep_ep" and section.ep not in _DEEP_EP_RANKS:
+        raise LayoutError(
+            "DeepEP's kernels for the GPUs of one node serve certain numbers of ranks",
+            field="layout.ep",
+            got=section.ep,
+            allowed=", ".join(map(str, _DEEP_EP_RANKS)),
+            remedy="Change ep, or use expert_dispatch: once_per_rank",
         )
     has_limit = section.expert_row_limit != LayoutSection.model_fields["expert_row_limit"].default
     if has_limit and section.expert_dispatch != "padded":

@@ -56,6 +56,7 @@ _COUNTING_OPERATION_NAMES = frozenset(
     {
         "shardwright::exchange_counts",
         "shardwright::exchange_padded_counts",
+        "shardwright::plan_deep_ep_exchange",
         "shardwright::plan_token_exchange",
         "shardwright::sort_received",
         "shardwright::take_first",

@@ -11,6 +11,7 @@ from shardwright.config.offload import DEFAULT_BUFFER_BYTES, OffloadTier
 from shardwright.config.recipe import RecomputeMode
 from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
+from shardwright.layout.degrees import DEEP_EP_ROW_UNIT
 from shardwright.layout.saved_results import LayerResults
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
 from shardwright.planner.expert_loads import ExpertRankLoads
@@ -245,7 +246,7 @@ class Candidate:
     @property
     def has_rows_per_rank(self) -> bool:
         """True if a token's row is sent once to each rank with one of its experts."""
-        return self.layout.ep > 1 and self.layout.expert_dispatch == "once_per_rank"
+        return self.layout.ep > 1 and self.layout.expert_dispatch in ("once_per_rank", "deep_ep")
 
     def count_exchanged_rows(self, experts: ExpertShape) -> float:
         """Count the rows of one micro-batch that the busiest expert-parallel rank receives if a
@@ -256,10 +257,22 @@ class Candidate:
     def count_index_bytes(self, experts: ExpertShape) -> float:
         """Count the bytes of indices that a layer keeps for rows sent once per rank
         (`parallel.experts.token_exchange`): of choices sent, of choices received in three orders,
-        of rows sent in two, and of rows received and tokens."""
+        of rows sent in two, and of rows received and tokens. With DeepEP of choices received in
+        three orders and of rows received in two, weights of the rows received, and for each token
+        and rank a flag and an index (`parallel.experts.deep_ep_exchange`)."""
         choices = self.count_expert_rows(experts.experts_per_token)
         rows = self.count_exchanged_rows(experts)
+        if self.layout.expert_dispatch == "deep_ep":
+            indices = 3 * choices + (2 + experts.experts_per_token) * rows
+            handle = self.micro_batch_tokens * self.layout.ep * (1 + EXCHANGE_INDEX_BYTES)
+            return EXCHANGE_INDEX_BYTES * indices + handle
         return EXCHANGE_INDEX_BYTES * (4 * choices + 3 * rows + self.micro_batch_tokens)
+
+    def count_plan_bytes(self, experts: ExpertShape) -> float:
+        """Count the bytes that DeepEP's ranks receive before the rows: for each row zeros, and K
+        choices in int64 and weights in fp32."""
+        zeros = DEEP_EP_ROW_UNIT * self.activation_bytes
+        return self.count_exchanged_rows(experts) * (zeros + 12 * experts.experts_per_token)
 
     @property
     def is_sharded(self) -> bool:

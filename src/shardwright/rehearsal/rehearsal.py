@@ -16,7 +16,7 @@ import torch
 
 from shardwright.config import Recipe
 from shardwright.config.run import DeviceKind
-from shardwright.errors import InputError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import AXES, Layout, RankGrid
 from shardwright.plans import Plan
 from shardwright.rehearsal.agreement import Disagreement, find_disagreement
@@ -206,7 +206,17 @@ def rehearse(
         should_run_each_rank: rehearse every rank; default for at most `MAX_RANKS_WITHOUT_ROLES`
             ranks.
         on_report: called with every role's report when it is finished.
+
+    Raises:
+        LayoutError: the layout's exchange of experts' rows does not run on fake devices.
     """
+    if plan.layout.expert_dispatch == "deep_ep":
+        raise LayoutError(
+            "DeepEP's kernels do not run on fake devices",
+            field="layout.expert_dispatch",
+            got="deep_ep",
+            remedy="Rehearse once_per_rank, which sends the same rows",
+        )
     should_run_each_rank = (
         plan.layout.world_size <= MAX_RANKS_WITHOUT_ROLES
         if should_run_each_rank is None

@@ -155,6 +155,13 @@ def choose_layouts(texts: Iterable[str], max_ranks: int, base: LayoutSection) ->
     for text in texts:
         section = LayoutSection.model_validate(sizes | parse_layout(text))
         layouts += _resolve_all_sizes(text, section, max_ranks)
+    if any(layout.expert_dispatch == "deep_ep" for layout in layouts):
+        raise LayoutError(
+            "verification runs on CPUs, and DeepEP's kernels need CUDA",
+            field="layout.expert_dispatch",
+            got="deep_ep",
+            remedy="Verify once_per_rank, which sends the same rows",
+        )
     return list(dict.fromkeys(layouts))
 
 

@@ -44,6 +44,7 @@ def test_an_omitted_degree_uses_the_remaining_ranks(
         ("ep=3", 4, "ep = 3 does not divide"),
         ("dp_shard=2,expert_dispatch=halves", 2, "without expert parallelism (ep 1)"),
         ("dp_shard=2,expert_dispatch=padded", 2, "without expert parallelism (ep 1)"),
+        ("dp_shard=16,ep=16,expert_dispatch=deep_ep", 16, "certain numbers of ranks"),
         ("dp_shard=2,ep=2,expert_row_limit=2", 2, "has no limit of rows"),
         ("", 0, "at least one rank"),
     ],

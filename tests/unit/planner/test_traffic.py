@@ -182,6 +182,25 @@ def test_halves_hide_half_of_the_exchange_behind_experts_with_half_of_the_rows()
         assert traffic["halves", "fast"][direction].hidden_expert == pytest.approx(factor * 5e-10)
 
 
+def test_deep_ep_receives_a_row_per_rank_of_a_token_and_its_choices_before() -> None:
+    shape = models.read_shape("qwen3_moe")
+    assert shape.experts is not None
+    experts = replace(shape.experts, num_experts=8, experts_per_token=2)
+    facts = ModelFacts(replace(shape, experts=experts))
+    kind = next(kind for kind in facts.kinds if kind.shape.sparse)
+    network = NetworkModel(models.make_cluster(4, per_node=1), Efficiency())
+    layout = Layout(dp_shard=4, ep=4, zero_stage=1, expert_dispatch="deep_ep")
+    candidate = Candidate(layout, TOKENS, ROWS)
+    groups = build_groups(layout)
+    # Two of eight experts miss a rank with two of them with probability 6/8 x 5/7.
+    num_rows = candidate.micro_batch_tokens * 4 * (1 - 6 / 8 * 5 / 7)
+    sizes = [num_rows * shape.hidden_size * 2, num_rows * (16 * 2 + 2 * (8 + 4))]
+    rows, plan = (network.time_all_to_all(groups["ep"], size) for size in sizes)
+    seconds = LayerSeconds(1.0, 2.0, 0.0, 1.0, 0.0, 0.0, 1.0, 2.0)
+    forward, _ = compute_layer_traffic(facts, kind, candidate, network, groups, seconds)
+    assert forward.expert == pytest.approx(2 * rows + plan)
+
+
 @pytest.mark.parametrize(
     ("per_node", "num_experts", "num_choices", "expected"),
     [(4, 8, 2, "whole"), (1, 8, 2, "halves"), (1, 32, 8, "once_per_rank")],
@@ -204,6 +223,7 @@ def test_auto_takes_the_order_with_the_shortest_predicted_step(
         chosen, reason = choose_expert_dispatch(predictor, candidate)
         assert chosen.layout.expert_dispatch == expected
         assert reason.startswith("predicted step: whole ")
+        assert "deep_ep" not in reason
     assert min(seconds.values()) == seconds[expected]
 
 

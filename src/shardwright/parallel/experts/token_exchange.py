@@ -28,7 +28,9 @@ from shardwright.model.communication_results import keep_statistic
 from shardwright.model.parallel_hooks import TokenExchangeHooks
 from shardwright.model.products.row_copies import RowCopies, copy_rows, map_copies, sum_copies
 from shardwright.model.routing import Routing, count_tokens
+from shardwright.numerics.precision import resolve_dtypes
 from shardwright.parallel.experts import row_exchange
+from shardwright.parallel.experts.deep_ep_exchange import DeepEPExchange
 from shardwright.parallel.experts.expert_parallel import read_row_counts, start_exchange
 from shardwright.parallel.experts.padded_exchange import build_padded_exchange
 from shardwright.parallel.experts.row_exchange import TracedCounts
@@ -47,6 +49,9 @@ def build_token_exchange(plan: Plan, mesh: Mesh | None) -> TokenExchangeHooks | 
         return None
     if plan.layout.expert_dispatch == "padded":
         return build_padded_exchange(plan, group, experts)
+    if plan.layout.expert_dispatch == "deep_ep":
+        row_bytes = plan.shape.hidden_size * resolve_dtypes(plan.precision).compute.itemsize
+        return DeepEPExchange(group, experts, row_bytes)
     return TokenExchange(group, experts) if plan.layout.expert_dispatch == "once_per_rank" else None
 
 

@@ -290,6 +290,9 @@ def _compute_expert_seconds(
     if candidate.has_rows_per_rank:
         choices = candidate.count_expert_rows(experts.experts_per_token)
         sent = network.time_all_to_all(group, candidate.count_exchanged_rows(experts) * per_row)
+        if candidate.layout.expert_dispatch == "deep_ep":
+            both = 2 * sent + network.time_all_to_all(group, candidate.count_plan_bytes(experts))
+            return both, both if facts.shape.is_block_end_read else sent
         sent += network.time_all_to_all(group, choices * candidate.activation_bytes)  # weights
         # Places of choices among the rows are exchanged once, before the forward pass's rows.
         both = 2 * sent + network.time_all_to_all(group, choices * EXCHANGE_INDEX_BYTES)

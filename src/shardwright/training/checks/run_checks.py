@@ -47,6 +47,7 @@ from shardwright.plans import (
     resolve_degrees,
 )
 from shardwright.training.checks.async_tensor_parallel import resolve_async_tensor_parallel
+from shardwright.training.checks.deep_ep_checks import check_deep_ep
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
 from shardwright.training.checks.model_checks import check_attention, check_hf_model
@@ -172,6 +173,7 @@ def validate_run(
     check_hf_model(recipe, shape)
     check_attention(recipe, plan)
     check_loss_kernel(recipe, plan)
+    check_deep_ep(recipe, plan)
     if recipe.evaluation.num_samples:
         from shardwright.training.sample_texts import check_samples  # imports the engine
 
