@@ -108,11 +108,28 @@ class LiveActivations(NamedTuple):
         """Compute the bytes during the backward pass of a stage's first layer, when its other
         layers and some passes wait for the gradients of their weights.
 
+        Of offloaded layers, saved tensors of the next one return, or inputs of the pass that
+        computes gradients of weights next, while inputs of the one before leave. The last layer of
+        another pass stays.
+
         Args:
             passes: other passes that are saved, and other passes that wait.
         """
         num_saved, num_deferred = passes
         num_layers = self.num_layers / load.num_stages
+        if self.is_offloaded:
+            others = self._replace(layer_bytes=0.0).compute_saved_bytes(num_saved)
+            deferred = self.deferred_layer_bytes / self.num_layers
+            returning = max(
+                self.can_return * self.largest_layer_bytes, (num_deferred > 0.0) * deferred
+            )
+            return (
+                others
+                + (1.0 + (num_saved > 0.0)) * self.largest_layer_bytes
+                + returning
+                + (self.can_return or num_deferred > 0.0) * deferred
+                + self.deferring_bytes
+            )
         num_waiting = num_deferred + (num_layers - 1.0) / self.num_layers
         return (
             self.compute_saved_bytes(num_saved)
