@@ -8,6 +8,12 @@ backward pass; selective recomputation does the same with the results that it sa
 begins, and their memory is freed when it ends. So at most two blocks have theirs on the device,
 and the last block's never move: its backward pass follows at once. The first `unpack` of a block
 starts the return of the tensors of the block before it.
+
+Inputs of deferred weight gradients (I and W of pipeline schedules) move by the same rule. A block's
+leave when the next block's backward pass begins; those of the last block stay if its W is next.
+Under W, as in a backward pass, the first `unpack` of a block starts the return of the next one's.
+That of the first block in W starts with the last block of the action before, if it can
+(docs/decisions/0193-offloaded-inputs-of-weight-gradients.md).
 """
 
 from __future__ import annotations
