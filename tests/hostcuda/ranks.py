@@ -48,6 +48,7 @@ _SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SIZES},
+    "deep_llama": {"model_type": "llama", **_SIZES, "num_hidden_layers": 12},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **_SIZES,
@@ -73,10 +74,12 @@ class Case:
     is_compiled: bool = False
     """Compile the blocks on the test device; their graphs run operation by operation."""
     sections: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    """Micro-batches per pipeline rank."""
 
     @property
     def num_micro_batches(self) -> int:
-        return max(2, self.layout.pp)
+        return max(2, self.rounds * self.layout.pp)
 
     def make_recipe(self) -> Recipe:
         return validate_recipe(

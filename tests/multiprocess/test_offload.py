@@ -40,6 +40,10 @@ SPARSE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "max_position_embeddings": 64, "norm_topk_prob": True,
 }  # fmt: skip
+TRAINING: dict[str, Any] = {
+    "sequence_length": 16, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
+    "max_steps": NUM_STEPS, "learning_rate": RATE, "weight_decay": 0.1,
+}  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
@@ -80,14 +84,7 @@ def build_recipe(folder: Path, sections: dict[str, Any]) -> Recipe:
                 "cache_dir": str(folder / "cache"),
             },
             "precision": "fp32",
-            "training": {
-                "sequence_length": 16,
-                "micro_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "max_steps": NUM_STEPS,
-                "learning_rate": RATE,
-                "weight_decay": 0.1,
-            },
+            "training": TRAINING,
             "run": {"dir": str(folder / "run"), "device": "cpu"},
         }
         | sections
@@ -200,6 +197,13 @@ ACTIVATION_LAYOUTS = {
 } | {
     "pp2": {"layout": {"pp": 2}},
     "pp2 interleaved": {"layout": {"pp": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}},
+    **{
+        f"pp2 {schedule}": {
+            "layout": {"pp": 2, "schedule": schedule},
+            "training": TRAINING | {"gradient_accumulation_steps": 4},
+        }
+        for schedule in ("zb_h1", "zbv", "dualpipev")
+    },
 }
 
 SHORT_ACTIVATIONS = (("adapters", "selective"), ("pp2 interleaved", "full"))
@@ -222,7 +226,8 @@ def test_gradients_have_the_bits_of_resident_activations(
     ranks: RankPool, tmp_path: Path, name: str, recompute: str
 ) -> None:
     sections = {"model": {"config": DENSE}} | ACTIVATION_LAYOUTS[name]
-    config = sections["model"]["config"] | {"num_hidden_layers": 4}
+    num_layers = 8 if "training" in sections else 4  # two per stage
+    config = sections["model"]["config"] | {"num_hidden_layers": num_layers}
     recipe = build_recipe(
         tmp_path, sections | {"model": {"config": config}, "recompute": recompute}
     )

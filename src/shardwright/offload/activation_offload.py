@@ -8,6 +8,12 @@ backward pass; selective recomputation does the same with the results that it sa
 begins, and their memory is freed when it ends. So at most two blocks have theirs on the device,
 and the last block's never move: its backward pass follows at once. The first `unpack` of a block
 starts the return of the tensors of the block before it.
+
+Inputs of deferred weight gradients (I and W of pipeline schedules) move by the same rule. A block's
+leave when the next block's backward pass begins; those of the last block stay if its W is next.
+Under W, as in a backward pass, the first `unpack` of a block starts the return of the next one's.
+That of the first block in W starts with the last block of the action before, if it can
+(docs/decisions/0193-offloaded-inputs-of-weight-gradients.md).
 """
 
 from __future__ import annotations
@@ -56,18 +62,24 @@ class _SavedStorage:
         self._write_wait: Wait | None = None
         self._read_wait: Wait | None = None
 
+    @property
+    def is_on_device(self) -> bool:
+        """True if the memory is on the device and no copy brings it there now."""
+        return self.data is not None and self._read_wait is None
+
     def launch_write(self) -> None:
-        """Start to copy the memory to the store."""
+        """Start to copy the memory to the store, if that does not have it."""
         assert self.data is not None
-        self.place, self._write_wait = self.owner.store.write(self.data)
-        self.owner.add_bytes(self.num_bytes)
+        if self.place is None:
+            self.place, self._write_wait = self.owner.store.write(self.data)
+            self.owner.add_bytes(self.num_bytes)
 
     def finish_write(self) -> None:
         """Wait for the copy and drop the reference to the memory."""
         if self._write_wait is not None:
             self._write_wait()
             self._write_wait = None
-            self.data = None
+        self.data = None
 
     def launch_read(self) -> None:
         """Start to copy the memory back, if it is not on the device."""
@@ -96,20 +108,30 @@ class _SavedStorage:
 
 @dataclass
 class _BlockTensors:
-    """Storages that one block has saved in one forward pass."""
+    """Storages that one block has saved in one forward pass, or deferred in one backward pass."""
 
     previous: _BlockTensors | None
     storages: weakref.WeakValueDictionary[int, _SavedStorage] = field(
         default_factory=weakref.WeakValueDictionary
     )
-    """By address: memory that a record refers to is not reused."""
-    leaving: list[_SavedStorage] = field(default_factory=list)
+    """By address on the device, of those that are there."""
     is_returning: bool = False
 
     def launch_reads(self) -> None:
         """Start the return of all tensors; each is started once."""
-        for saved in list(self.storages.values()):
+        returning = list(self.storages.values())
+        self.storages.clear()
+        for saved in returning:
             saved.launch_read()
+            assert saved.data is not None
+            self.storages[_get_address(saved.data)] = saved
+
+    def find(self, address: int) -> _SavedStorage | None:
+        """Find the storage whose memory has this address now: a left one's may be reused."""
+        saved = self.storages.get(address)
+        if saved is None or saved.data is None or _get_address(saved.data) != address:
+            return None
+        return saved
 
 
 @dataclass(frozen=True)
@@ -124,13 +146,8 @@ class SavedTensor:
 
     def unpack(self) -> Tensor:
         """Return the tensor on the device, and start the return of the block before."""
-        block = self.block
-        if not block.is_returning:
-            block.is_returning = True
-            block.launch_reads()
-            if block.previous is not None:
-                block.previous.launch_reads()
-                block.previous = None
+        if not self.block.is_returning:
+            self.saved.owner.begin_return(self.block)
         offset, shape, strides = self.layout
         return self.saved.get_data().view(self.dtype).as_strided(shape, strides, offset)
 
@@ -163,6 +180,18 @@ class ActivationOffload:
         """Block whose forward pass runs."""
         self._sealed: _BlockTensors | None = None
         """Last block whose forward pass has ended; its tensors have not begun to leave."""
+        self._leaving: list[_SavedStorage] = []
+        """Storages that leave during the pass of another block."""
+        self._returned: _BlockTensors | None = None
+        """Block whose tensors have returned last, for its backward pass."""
+        self._inputs: _BlockTensors | None = None
+        """Inputs of deferred weight gradients of that block."""
+        self._last_inputs: _BlockTensors | None = None
+        """Such inputs of the last block of this backward pass."""
+        self._ended_inputs: _BlockTensors | None = None
+        """Those of the last block of a pass that has ended; they have not begun to leave."""
+        self._expected: _BlockTensors | None = None
+        """Inputs that the pass after this one reads first."""
         self._pass: weakref.ref[Any] | None = None
         self._resident: set[int] = set()
         """Addresses of memory that is not the block's own."""
@@ -187,42 +216,100 @@ class ActivationOffload:
         self._resident = self._shared | {
             _get_address(tensor) for tensor in (*block.parameters(), *block.buffers())
         }
-        leaving, self._sealed = self._sealed, None
-        if leaving is not None:
-            leaving.leaving = list(leaving.storages.values())
-            for saved in leaving.leaving:
-                if saved.place is None:
-                    saved.launch_write()
-        current = self._block = _BlockTensors(leaving if is_same_pass else None)
+        last, self._sealed = self._sealed, None
+        self._begin_leaving(last)
+        current = self._block = _BlockTensors(last if is_same_pass else None)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
                 yield
         finally:
             self._block = None
             self._sealed = current
-            if leaving is not None:
-                for saved in leaving.leaving:
-                    saved.finish_write()
-                leaving.leaving = []
+            self._finish_leaving()
+
+    def _begin_leaving(
+        self, *blocks: _BlockTensors | None, used: _BlockTensors | None = None
+    ) -> None:
+        """Let blocks' tensors leave, and deferred inputs of a block whose pass has ended.
+
+        Args:
+            used: stays; its tensors are read next.
+        """
+        self._finish_leaving()
+        for block in (*blocks, self._ended_inputs, self._inputs):
+            if block is not None and block is not used:
+                self._leaving += (saved for saved in block.storages.values() if saved.is_on_device)
+        self._ended_inputs = self._inputs = None
+        for saved in self._leaving:
+            saved.launch_write()
+
+    def _finish_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for saved in leaving:
+            saved.finish_write()
+
+    def begin_return(self, block: _BlockTensors) -> None:
+        """Bring back a block's tensors, and those of the block that is needed after it."""
+        block.is_returning = True
+        if self._sealed is block:
+            self._sealed = None
+        self._begin_leaving(used=block)
+        block.launch_reads()
+        self._returned = block
+        following, block.previous = block.previous, None
+        if following is None:
+            following, self._expected = self._expected, None
+        if following is not None:
+            following.launch_reads()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """Return a reference through which a saved tensor's memory can leave."""
         block = self._block
-        storage = tensor.untyped_storage()
-        if (
-            block is None
-            or tensor.device.type != self.device.type
-            or not storage.nbytes()
-            or not _is_plain(tensor)
-            or _get_address(tensor) in self._resident
-        ):
+        if block is None or not self._can_leave(tensor) or _get_address(tensor) in self._resident:
             return _ResidentTensor(tensor)
+        return self._refer(tensor, block, block.find(_get_address(tensor)))
+
+    def pack_input(self, tensor: Tensor) -> PackedTensor:
+        """Return a reference through which an input of a deferred weight gradient can leave.
+
+        What the store has as a saved tensor of the same block is not written again.
+        """
+        if not self._can_leave(tensor):
+            return _ResidentTensor(tensor)
+        if self._inputs is None:
+            self._inputs = self._last_inputs = _BlockTensors(self._last_inputs)
         address = _get_address(tensor)
-        saved = block.storages.get(address)
+        saved = self._inputs.find(address)
+        if saved is None and self._returned is not None:
+            saved = self._returned.find(address)
+        return self._refer(tensor, self._inputs, saved)
+
+    def _can_leave(self, tensor: Tensor) -> bool:
+        return (
+            tensor.device.type == self.device.type
+            and _is_plain(tensor)
+            and tensor.untyped_storage().nbytes() > 0
+        )
+
+    def _refer(
+        self, tensor: Tensor, block: _BlockTensors, saved: _SavedStorage | None
+    ) -> SavedTensor:
+        """Return a reference to a tensor of a block, whose storage may be known."""
         if saved is None:
-            saved = block.storages[address] = _SavedStorage(self, tensor)
+            saved = _SavedStorage(self, tensor)
+        block.storages[_get_address(tensor)] = saved
         layout = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return SavedTensor(saved, block, tensor.dtype, layout)
+
+    def end_inputs(self) -> None:
+        """End a backward pass: its last block's inputs stay until another block's pass begins."""
+        self._ended_inputs, self._inputs, self._last_inputs = self._inputs, None, None
+        self._returned = None
+
+    def expect_input(self, packed: PackedTensor) -> None:
+        """Let an input's block return during the last block of the pass that begins."""
+        if isinstance(packed, SavedTensor):
+            self._expected = packed.block
 
     def add_bytes(self, num_bytes: int) -> None:
         """Count bytes that the store receives (or frees, if negative)."""
@@ -235,7 +322,8 @@ class ActivationOffload:
 
     def close(self) -> None:
         """Free the store. No backward pass may follow."""
-        self._sealed = None
+        self._sealed = self._ended_inputs = self._expected = None
+        self._leaving.clear()
         self.store.close()
 
 

@@ -230,6 +230,7 @@ class _StepExecution:
             received = self._receive(step)
             self.mark("waiting")
             start = perf_counter()
+            self._expect_products(steps[index + 1 : index + 2])
             output = self._compute(
                 step.action,
                 received,
@@ -262,6 +263,14 @@ class _StepExecution:
         if self.loss_sum is None:
             return torch.zeros((), dtype=torch.float64, device=self.pipeline.device)
         return self.loss_sum
+
+    def _expect_products(self, next_steps: Sequence[ScheduleStep]) -> None:
+        """Let offloaded inputs of W return before it if it is the next action."""
+        for step in next_steps:
+            action = step.action
+            if action.kind == "W":
+                products = self.deferred_products.get((action.stage, action.micro_batch), ())
+                self.pipeline.gradient_store.expect(products)
 
     def _receive(self, step: ScheduleStep) -> Tensor | None:
         if step.awaited_transfer is not None:
@@ -296,8 +305,9 @@ class _StepExecution:
         is_split = self.pipeline.has_split_backward
         self._set_gradient_sync(should_reduce and not is_split)
         if action.kind == "W":
-            for product in self.deferred_products.pop((action.stage, action.micro_batch)):
-                product.accumulate()
+            self.pipeline.gradient_store.accumulate(
+                self.deferred_products.pop((action.stage, action.micro_batch))
+            )
             self._trigger_fsdp_reduction()
             output = None
         else:

@@ -152,12 +152,10 @@ class Candidate:
     @property
     def is_runnable(self) -> bool:
         """True if `train` supports this candidate. Other frameworks' offloading and 4-bit products
-        are predicted only, schedules with a split backward pass keep what offloading would move,
-        and some settings need all weights on the device."""
+        are predicted only, and some settings need all weights on the device."""
         return (
             self.offload != "parameters"
             and (self.precision != "nvfp4" or self.scaled_shares is not None)
-            and not (self.activation_offload != "none" and self.is_deferring)
             and (self.parameter_offload == "none" or self._can_offload_weights)
         )
 

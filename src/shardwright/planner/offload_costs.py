@@ -114,6 +114,8 @@ class LayerTransfers(NamedTuple):
     """Weights: they arrive in both passes."""
     gradients: float = 0.0
     """Gradients of weights: they leave in the backward pass, and arrive in all but the first."""
+    inputs: float = 0.0
+    """Inputs of deferred weight gradients: they leave and return in the backward pass."""
 
 
 def compute_transfer_waits(
@@ -134,7 +136,7 @@ def compute_transfer_waits(
     )
     backward = compute_transfer_seconds(
         (
-            (activations, moved.saved, 0.0),
+            (activations, moved.saved + moved.inputs, moved.inputs),
             (parameters, moved.weights + returning, moved.gradients),
         ),
         profile,

@@ -331,6 +331,8 @@ def install_activation_offload(
     for block in model.decoder.blocks:
         block.offload_block = offload.offload_block
     install_recompute(model.decoder, plan, offload.pack)
+    if model.pipeline is not None:
+        model.pipeline.gradient_store.offload = offload
 
 
 def measure_ceiling(validated_run: ValidatedRun, device: torch.device) -> float:

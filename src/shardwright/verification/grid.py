@@ -231,11 +231,9 @@ def find_refusal(shape: ModelShape, layout: Layout) -> str | None:
 
 def list_offloads(layout: Layout) -> list[OffloadSection]:
     """List those of `GRID_OFFLOADS` that a layout supports."""
-    can_move_blocks = layout.pp == 1 or not has_split_backward(layout.schedule)
+    can_move_weights = layout.pp == 1 or not has_split_backward(layout.schedule)
     return [
-        section
-        for section in GRID_OFFLOADS
-        if can_move_blocks or (section.parameters, section.activations) == ("none", "none")
+        section for section in GRID_OFFLOADS if can_move_weights or section.parameters == "none"
     ]
 
 

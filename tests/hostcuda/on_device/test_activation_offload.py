@@ -17,16 +17,17 @@ from shardwright.layout import Layout
 from shardwright.offload import activation_store
 from shardwright.training.setup import offload_activations
 from shardwright.training.step import accumulate_gradients
+from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device
 from tests.hostcuda.ranks import Case, build_case_plan, build_model, draw_micro_batches
 
 
 def compute_gradients(
-    folder: Path, recompute: RecomputeKind, tier: str
+    folder: Path, case: Case, tier: str
 ) -> tuple[dict[str, Tensor], int, int, int]:
     """Return gradients, the host's waits, the peak of the device, and the bytes that left."""
-    case = Case(Layout(), recompute=recompute)
-    model = build_model(case, case.make_recipe(), case.layout, torch.device("cuda", 0))
+    cuda = torch.device("cuda", torch.cuda.current_device())
+    model = build_model(case, case.make_recipe(), case.layout, cuda)
     section = OffloadSection.model_validate({"activations": tier, "buffer_bytes": 16384})
     plan = build_case_plan(case, case.make_recipe(), case.layout)
     offload = offload_activations(model, section, plan, folder)
@@ -54,9 +55,10 @@ def compute_gradients(
 def test_gradients_have_the_bits_of_resident_tensors_and_the_host_does_not_wait(
     tmp_path: Path, recompute: RecomputeKind
 ) -> None:
-    expected, resident_waits, resident_peak, _ = compute_gradients(tmp_path, recompute, "none")
+    case = Case(Layout(), recompute=recompute)
+    expected, resident_waits, resident_peak, _ = compute_gradients(tmp_path, case, "none")
     for tier in ("host", "disk"):
-        got, waits, peak, num_bytes = compute_gradients(tmp_path, recompute, tier)
+        got, waits, peak, num_bytes = compute_gradients(tmp_path, case, tier)
         assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
         assert num_bytes > 0
         if tier == "host":
@@ -64,6 +66,38 @@ def test_gradients_have_the_bits_of_resident_tensors_and_the_host_does_not_wait(
         if recompute == "none":
             # Three of four blocks leave, and one returns ahead.
             assert resident_peak - peak > 0.5 * num_bytes
+
+
+def compare_split_passes(folder: Path, case: Case) -> None:
+    """Compare a rank's step under a schedule with split backward passes with a resident one."""
+    expected, resident_waits, resident_peak, _ = compute_gradients(folder, case, "none")
+    for tier in ("host", "disk"):
+        got, waits, peak, num_bytes = compute_gradients(folder, case, tier)
+        assert expected.keys() == got.keys()
+        assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+        if tier == "host":
+            assert waits == resident_waits
+        # Of two blocks, and of one whose inputs of weight gradients wait.
+        assert resident_peak - peak > 0.25 * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        pytest.param(
+            schedule,
+            recompute,
+            marks=[] if (schedule, recompute) == ("zb_h1", "full") else pytest.mark.long,
+        )
+        for schedule in ("zb_h1", "zbv", "dualpipev")
+        for recompute in ("none", "selective", "full")
+    ],
+)
+def test_inputs_of_deferred_weight_gradients_leave_without_a_wait(
+    tmp_path: Path, device_ranks: RankPool, schedule: str, recompute: RecomputeKind
+) -> None:
+    case = Case(Layout(pp=2, schedule=schedule), "deep_llama", recompute=recompute, rounds=2)
+    device_ranks.run(2, compare_split_passes, tmp_path, case)
 
 
 @pytest.mark.parametrize("method", ["read", "write"])
@@ -80,6 +114,6 @@ def test_copies_that_no_event_orders_are_detected(
 
     monkeypatch.setattr(activation_store.PinnedStore, method, run_without_waits)
     with pytest.raises((RuntimeError, AssertionError)):
-        compute_gradients(tmp_path, "none", "host")
+        compute_gradients(tmp_path, Case(Layout()), "host")
     torch.cuda.synchronize()  # checks the interrupted run's copies, which would fail a later test
     device.list_violations()

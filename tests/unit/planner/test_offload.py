@@ -267,16 +267,6 @@ def test_a_layout_that_does_not_fit_is_offered_offloaded_activations() -> None:
     assert rejection.change == "offload.activations: host"
 
 
-def test_schedules_that_defer_weight_gradients_are_not_planned_with_offloaded_activations() -> None:
-    recipe = build_recipe(offload={"activations": "host"}, layout={"pp": 2, "schedule": "zb_h1"})
-    template = build_template(recipe)
-    is_allowed = build_problem(recipe, template, 2).is_allowed
-    assert is_allowed is not None
-    for schedule, expected in (("zb_h1", False), ("1f1b", True)):
-        candidate = replace(template, layout=Layout(pp=2, schedule=schedule))
-        assert is_allowed(candidate) is expected
-
-
 BLOCK_MATRICES = 28 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
 """Elements of the blocks' matrices of `CONFIG`."""
 

@@ -95,6 +95,7 @@ LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
 OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
+DEEP_OFFLOAD = OFFLOAD | {"model": {"config": models.CONFIGS["llama"] | {"num_hidden_layers": 12}}}
 FROZEN_ON_HOST = LORA | {"offload": {"parameters": "host"}}
 FROZEN_ON_DISK = {
     "adapters": {"rank": 8, "quantize": "nf4"},
@@ -176,6 +177,15 @@ CASES = [
         rank=1,
         tolerance=0.005,
     ),
+    Case(
+        "llama",
+        Layout(pp=2, schedule="zb_h1"),
+        steps=4,
+        recompute="full",
+        rank=1,
+        sections=DEEP_OFFLOAD,
+        tolerance=0.005,
+    ),
     Case("llama", Layout(), recompute="selective", sections=LORA, tolerance=0.005),
     Case("gemma2", Layout(), recompute="full", kind="fp32", tolerance=0.015),
     Case(
@@ -212,6 +222,19 @@ LONG_CASES = [
             ("dualpipev", ("full",)),
         )
         for recompute in recomputes
+        for rank in range(2)
+    ),
+    *(
+        Case(
+            "llama", Layout(pp=2, schedule=schedule), 8, recompute, rank=rank, sections=DEEP_OFFLOAD
+        )
+        for schedule, recompute in (
+            ("zb_h1", "none"),
+            ("zb_h1", "selective"),
+            ("zbv", "none"),
+            ("zbv", "full"),
+            ("dualpipev", "none"),
+        )
         for rank in range(2)
     ),
     *(
@@ -349,6 +372,8 @@ LESS_EXACT = dict.fromkeys(
         "llama-tp=2,zero_stage=0-1-mixed-input-input, attention, projections-input, attention, "
         "projections, attention_out, gate_up",
         "llama-pp=2,zero_stage=0-4-none-preference",
+        "llama-pp=2,zero_stage=0,schedule=zbv-8-full-offload-model-rank 1",
+        "llama-pp=2,zero_stage=0,schedule=dualpipev-8-none-offload-model-rank 1",
         "qwen3_moe-dp_shard=4,ep=4,zero_stage=3,expert_dispatch=once_per_rank-1-full",
     ),
     0.05,

@@ -17,7 +17,7 @@ Legend: N tokens flat, I in, O out, E experts, M rows sorted by expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -125,16 +125,15 @@ class DeferredProduct(NamedTuple):
     """Factors of a weight's gradient."""
 
     weight: nn.Parameter
-    x_NI: Tensor
-    gradient_NO: Tensor
+    inputs: list[Any]
+    """The layer's input `[N, I]`, and the gradient of its output `[N, O]`."""
     rule: ProductRule
 
     @torch.no_grad()  # the gradient would keep a recomputed input's graph alive
     def accumulate(self) -> None:
         """Multiply, and add the result to the weight's gradient."""
-        accumulate_gradient(
-            self.weight, compute_weight_gradient(self.gradient_NO, self.x_NI, self.rule)
-        )
+        x_NI, gradient_NO = self.inputs
+        accumulate_gradient(self.weight, compute_weight_gradient(gradient_NO, x_NI, self.rule))
 
 
 def accumulate_gradient(weight: nn.Parameter, gradient: Tensor) -> None:
@@ -149,8 +148,32 @@ def accumulate_gradient(weight: nn.Parameter, gradient: Tensor) -> None:
 class DeferredGradient(Protocol):
     """Computation of weight gradients that waits for its turn."""
 
+    @property
+    def inputs(self) -> list[Any]:
+        """Tensors and sizes that it reads besides parameters."""
+
     def accumulate(self) -> None:
         """Compute, and add the result to the weights' gradients."""
+
+
+class PackedInput(Protocol):
+    """Reference to an input of a deferred gradient."""
+
+    def unpack(self) -> Tensor:
+        """Return the tensor on the device."""
+
+
+class InputOffload(Protocol):
+    """Moves inputs of deferred gradients to a slower tier until they are read."""
+
+    def pack_input(self, tensor: Tensor) -> PackedInput:
+        """Return a reference through which the tensor's memory can leave the device."""
+
+    def end_inputs(self) -> None:
+        """End a backward pass: its inputs are complete."""
+
+    def expect_input(self, packed: PackedInput) -> None:
+        """Let an input return before a pass that reads it begins."""
 
 
 class WeightGradientStore:
@@ -158,6 +181,8 @@ class WeightGradientStore:
 
     def __init__(self) -> None:
         self.products: list[DeferredGradient] | None = None
+        self.offload: InputOffload | None = None
+        """None leaves the inputs of deferred gradients on the device."""
 
     @contextmanager
     def defer(self) -> Iterator[list[DeferredGradient]]:
@@ -168,6 +193,37 @@ class WeightGradientStore:
             yield self.products
         finally:
             self.products = None
+            if self.offload is not None:
+                self.offload.end_inputs()
+
+    def add(self, gradient: DeferredGradient) -> None:
+        """Defer a gradient; its list of inputs becomes the store's."""
+        assert self.products is not None, "only in `defer`"
+        if self.offload is not None:
+            gradient.inputs[:] = [
+                self.offload.pack_input(value) if isinstance(value, Tensor) else value
+                for value in gradient.inputs
+            ]
+        self.products.append(gradient)
+
+    def expect(self, products: Sequence[DeferredGradient]) -> None:
+        """Let the inputs that `accumulate` reads first return at the end of the pass before it."""
+        if self.offload is not None and products:
+            for value in products[-1].inputs:
+                if hasattr(value, "unpack"):
+                    self.offload.expect_input(value)
+
+    def accumulate(self, products: list[DeferredGradient]) -> None:
+        """Compute deferred gradients and empty the list.
+
+        Those deferred last come first: their inputs are the last ones to leave the device.
+        """
+        while products:
+            gradient = products.pop()
+            gradient.inputs[:] = [
+                value.unpack() if hasattr(value, "unpack") else value for value in gradient.inputs
+            ]
+            gradient.accumulate()
 
 
 class _WeightReference(NamedTuple):
@@ -219,9 +275,8 @@ class _LinearProduct(torch.autograd.Function):
         weight_gradient = None
         if needs_weight:
             x_NI = x.detach().flatten(0, -2)
-            products = None if rule.store is None else rule.store.products
-            if products is not None:
-                products.append(DeferredProduct(ctx.reference.weight, x_NI, gradient_NO, rule))
+            if rule.store is not None and rule.store.products is not None:
+                rule.store.add(DeferredProduct(ctx.reference.weight, [x_NI, gradient_NO], rule))
             else:
                 weight_gradient = compute_weight_gradient(gradient_NO, x_NI, rule)
         return x_gradient, weight_gradient, bias_gradient, None, None

@@ -111,7 +111,7 @@ class SplitBackward:
             product = DeferredGraph(run_second, [*saved, *results[num_gradients:]], matrices)
             self._matrices = []
             if self._store.products is not None:
-                self._store.products.append(product)
+                self._store.add(product)
                 return gradients
             for index, gradient in zip(parts.second_outputs, product.run(), strict=True):
                 gradients[index] = gradient

@@ -307,7 +307,7 @@ def _take_weight_gradient(
     # Compiled blocks defer gradients by dividing their backward graph (`SplitBackward`).
     store = None if torch.compiler.is_compiling() else layer.rule.store
     if store is not None and store.products is not None:
-        store.products.append(DeferredProduct(layer.weight, x_NI, gradient_NO, layer.rule))
+        store.add(DeferredProduct(layer.weight, [x_NI, gradient_NO], layer.rule))
         return None
     return compute_weight_gradient(gradient_NO, x_NI, layer.rule)
 

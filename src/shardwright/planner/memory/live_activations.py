@@ -15,7 +15,7 @@ from shardwright.planner.memory.activations import (
     compute_shared_table_bytes,
     get_layer_activations,
 )
-from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.parameter_memory import DeferringMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 from shardwright.planner.offload_costs import count_resident_layers
 
@@ -41,6 +41,9 @@ class LiveActivations(NamedTuple):
     """Input of the last norm, if the rank has the head."""
     deferring_bytes: float
     """Of the largest layer: recomputed bytes and gradients where those of weights are deferred."""
+    passed_bytes: float
+    """Of a pass that runs backward: input of its stage, output and the gradient of that, which are
+    no layer's if its saved tensors are offloaded."""
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
     backward_moments: tuple[tuple[float, float], ...]
@@ -104,29 +107,54 @@ class LiveActivations(NamedTuple):
             )
         return found
 
-    def compute_bytes_while_deferring(self, load: StageLoad, passes: tuple[float, float]) -> float:
+    def compute_bytes_while_deferring(self, load: StageLoad, moment: DeferringMoment) -> float:
         """Compute the bytes during the backward pass of a stage's first layer, when its other
-        layers and some passes wait for the gradients of their weights.
-
-        Args:
-            passes: other passes that are saved, and other passes that wait.
-        """
-        num_saved, num_deferred = passes
+        layers and some passes wait for the gradients of their weights."""
+        if self.is_offloaded:
+            return self._compute_offloaded_bytes_while_deferring(moment)
         num_layers = self.num_layers / load.num_stages
-        num_waiting = num_deferred + (num_layers - 1.0) / self.num_layers
+        num_waiting = moment.num_deferred + (num_layers - 1.0) / self.num_layers
         return (
-            self.compute_saved_bytes(num_saved)
+            self.compute_saved_bytes(moment.num_saved)
             + num_waiting * self.deferred_layer_bytes
             + self.largest_layer_bytes
             + self.deferring_bytes
         )
 
-    def compute_offloaded_bytes(self, in_flight: float) -> float:
-        """Compute the most bytes of `in_flight` passes that have left the device: all but those
-        of the last layer."""
+    def _compute_offloaded_bytes_while_deferring(self, moment: DeferringMoment) -> float:
+        """Compute the bytes when inputs of the layer before leave, and saved tensors of the next
+        one return, or inputs of the pass that computes gradients of weights next."""
+        deferred = self.deferred_layer_bytes / self.num_layers
+        has_others = moment.num_deferred > 0.0
+        returning = max(self.can_return * self.largest_layer_bytes, has_others * deferred)
+        return (
+            self._replace(layer_bytes=0.0).compute_saved_bytes(moment.num_saved)
+            + (1.0 + moment.num_staying) * self.largest_layer_bytes
+            + returning
+            + (self.can_return or has_others) * deferred
+            + self.deferring_bytes
+            + self.passed_bytes
+        )
+
+    def compute_offloaded_bytes(self, load: StageLoad) -> float:
+        """Compute the most bytes that have left the device: of all passes but those of the last
+        layer, or of some that are saved and some whose weight gradients wait."""
         if not self.is_offloaded:
             return 0.0
-        return max(0.0, in_flight * self.layer_bytes - self.largest_layer_bytes)
+        saved = self.layer_bytes / load.num_stages
+        deferred = self.deferred_layer_bytes / load.num_stages
+        last_layer = self.deferred_layer_bytes / self.num_layers - self.largest_layer_bytes
+        return max(
+            0.0,
+            load.num_in_flight * self.layer_bytes - self.largest_layer_bytes,
+            *(
+                moment.num_saved * self.layer_bytes
+                - moment.num_staying * self.largest_layer_bytes
+                + moment.num_deferred * self.deferred_layer_bytes
+                + max(saved, deferred - (not moment.num_deferred) * last_layer)
+                for moment in load.deferring_moments
+            ),
+        )
 
 
 def _compute_mean_saved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
@@ -174,9 +202,12 @@ def compute_live_activations(
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
     messages = _compute_message_bytes(facts, candidate, load)
+    passed = 0.0
     if candidate.layout.pp > 1:  # a stage's output is saved until its gradient arrives
         message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
         ends += (load.num_stages - load.has_head) * message
+        has_middle_stage = load.num_stages > load.has_embedding + load.has_head
+        passed = message * (3.0 if has_middle_stage else 2.0 if load.has_embedding else 1.0)
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
@@ -209,6 +240,7 @@ def compute_live_activations(
         gradients,
         head_bytes if load.has_head else 0.0,
         deferring,
+        passed,
         deferred,
         moments,
         ending,

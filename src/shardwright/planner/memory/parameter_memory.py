@@ -20,6 +20,16 @@ from shardwright.planner.model_costs import (
 from shardwright.planner.offload_costs import count_resident_layers
 
 
+class DeferringMoment(NamedTuple):
+    """Passes in memory besides the one that runs backward and defers its weight gradients."""
+
+    num_saved: float
+    num_deferred: float
+    """Passes whose weight gradients wait."""
+    num_staying: int
+    """1 if the last layer of another pass has just run forward: not offloaded yet."""
+
+
 @dataclass(frozen=True)
 class StageLoad:
     """Layers and activations of one pipeline rank: layers per kind (of all its stages),
@@ -37,10 +47,8 @@ class StageLoad:
     num_stages: int = 1
     num_gradient_senders: int = 0
     """Stages whose input's gradient goes to another rank."""
-    deferred_passes: tuple[tuple[float, float], ...] = ()
-    """Under a schedule that defers gradients of weights, for the moments with most of them: passes
-    that are saved, and passes with deferred weight gradients, besides the one that runs backward.
-    """
+    deferring_moments: tuple[DeferringMoment, ...] = ()
+    """Under a schedule that defers gradients of weights: the moments with most passes."""
 
 
 class PersistentMemory(NamedTuple):

@@ -86,7 +86,7 @@ def predict_memory(
         candidate,
         optimizer=persistent.offloaded,
         parameters=persistent.moved.stored,
-        activations=live.compute_offloaded_bytes(load.num_in_flight)
+        activations=live.compute_offloaded_bytes(load)
         + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters),
     )
     return replace(peak, reserve=reserve, driver=driver, **tiers)
@@ -161,13 +161,13 @@ def _compute_loss_peak(
     if candidate.engine.has_ordered_frees:
         moments += [
             (
-                live.compute_bytes_while_deferring(load, passes),
+                live.compute_bytes_while_deferring(load, moment),
                 remaining,
                 False,
                 0.0,
                 in_backward,
             )
-            for passes in load.deferred_passes
+            for moment in load.deferring_moments
         ]
     if persistent.moved.block_gradients and persistent.moved.num_blocks > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of

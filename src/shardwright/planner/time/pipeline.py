@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
-from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.parameter_memory import DeferringMoment, StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
@@ -112,7 +112,7 @@ class PipelinePartition:
         self,
         rank: int,
         num_in_flight: float,
-        deferred_passes: tuple[tuple[float, float], ...] = (),
+        deferring_moments: tuple[DeferringMoment, ...] = (),
     ) -> StageLoad:
         """Build the load of a rank."""
         rank_stages = [self.stages[index] for index in self.stages_per_rank[rank]]
@@ -126,7 +126,7 @@ class PipelinePartition:
                 index > 0 and self.stages[index - 1].rank != rank
                 for index in self.stages_per_rank[rank]
             ),
-            deferred_passes=deferred_passes,
+            deferring_moments=deferring_moments,
         )
 
 
@@ -167,17 +167,20 @@ class PipelineStages:
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
         return self.partition.build_load(
-            rank, self.passes_in_flight[rank], self._deferred_passes[rank]
+            rank, self.passes_in_flight[rank], self._deferring_moments[rank]
         )
 
     @cached_property
-    def _deferred_passes(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """`StageLoad.deferred_passes` of each rank."""
+    def _deferring_moments(self) -> tuple[tuple[DeferringMoment, ...], ...]:
+        """`StageLoad.deferring_moments` of each rank."""
         if self.num_ranks == 1 or not has_split_backward(self.schedule):
             return ((),) * self.num_ranks
         per_rank = len(self.stages) / self.num_ranks
         return tuple(
-            tuple((saved / per_rank, deferred / per_rank) for saved, deferred in moments)
+            tuple(
+                DeferringMoment(saved / per_rank, deferred / per_rank, staying)
+                for saved, deferred, staying in moments
+            )
             for moments in count_deferred_passes(
                 self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages
             )
@@ -191,7 +194,9 @@ class PipelineStages:
         counts: dict[tuple[object, ...], tuple[float, float]] = {}
         for rank in range(self.num_ranks):
             load = self.build_rank_load(rank)
-            num_waiting = max((deferred for _, deferred in load.deferred_passes), default=0.0)
+            num_waiting = max(
+                (moment.num_deferred for moment in load.deferring_moments), default=0.0
+            )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
                 if key not in fullest or counts[key] < measure:
@@ -237,14 +242,14 @@ _MAX_STEADY_ROUNDS = 2
 @lru_cache(maxsize=512)
 def count_deferred_passes(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Return, per rank, the moments at which most passes through one stage are in memory with the
-    one that runs backward: passes that are saved, and passes whose gradients of weights wait.
+    one that runs backward: `DeferringMoment` in passes through one stage.
 
-    No moment has at most as many of both as another one.
+    No moment has at most as many passes of both kinds as another one with as many that stay.
 
     >>> count_deferred_passes("zb_h1", 2, 8)
-    (((1, 0),), ((0, 1),))
+    (((1, 0, 1),), ((0, 1, 0),))
     """
     if name in PIPELINE_SCHEDULES:
         num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
@@ -252,25 +257,32 @@ def count_deferred_passes(
     return tuple(map(_list_deferring_moments, schedule.rows))
 
 
-def _list_deferring_moments(row: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+def _list_deferring_moments(row: Sequence[Action]) -> tuple[tuple[int, int, int], ...]:
     num_saved = num_deferred = 0
-    found: set[tuple[int, int]] = set()
+    last: tuple[int, int] | None = None
+    """Stage and micro-batch of the latest forward pass, until its own backward pass."""
+    found: set[tuple[int, int, int]] = set()
     for action in row:
         if action.kind == "F":
             num_saved += 1
+            last = action[1:]
         elif action.kind == "W":
             num_deferred -= 1
         else:
             num_saved -= 1
+            last = None if last == action[1:] else last
             if action.kind == "I":
-                found.add((num_saved, num_deferred))
+                found.add((num_saved, num_deferred, int(last is not None)))
                 num_deferred += 1
     return tuple(
         sorted(
             moment
             for moment in found
             if not any(
-                other != moment and other[0] >= moment[0] and other[1] >= moment[1]
+                other != moment
+                and other[2] == moment[2]
+                and other[0] >= moment[0]
+                and other[1] >= moment[1]
                 for other in found
             )
         )

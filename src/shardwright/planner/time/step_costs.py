@@ -234,6 +234,7 @@ class StepCosts:
                     activations.saved_bytes + size * layer.local_matrices,
                     weights.weights,
                     weights.gradients,
+                    activations.deferred_bytes,
                 ),
                 seconds.forward + forward_traffic.exposed,
                 seconds.recompute + seconds.backward + backward_traffic.exposed,

@@ -32,7 +32,6 @@ from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
-from shardwright.schedule import has_split_backward
 from shardwright.training.checks.trained_offload_checks import check_trained_offload
 from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
@@ -97,7 +96,7 @@ def check_offload_layout(recipe: Recipe, plan: Plan) -> None:
         RecipeError: they cannot.
     """
     if recipe.offload.activations != "none":
-        _check_activations(recipe, plan)
+        _refuse_hf_classes(plan, "activations", recipe.offload.activations, "saved tensors")
     if recipe.offload.parameters != "none":
         _check_parameters(recipe, plan)
     if recipe.offload.optimizer != "none":
@@ -234,20 +233,6 @@ def open_stored_weights(recipe: Recipe, shape: ModelShape) -> StoredWeights | No
     folder = WeightsFolder(recipe.model.path)
     folder.check(shape.base_shape)
     return StoredWeights(folder)
-
-
-def _check_activations(recipe: Recipe, plan: Plan) -> None:
-    tier = recipe.offload.activations
-    _refuse_hf_classes(plan, "activations", tier, "saved tensors")
-    if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
-        raise RecipeError(
-            f"schedule {plan.layout.schedule} defers weight gradients, whose factors stay on the "
-            "device",
-            field="offload.activations",
-            got=tier,
-            allowed="none with this schedule",
-            remedy="Choose layout.schedule 1f1b, interleaved_1f1b or gpipe",
-        )
 
 
 def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
