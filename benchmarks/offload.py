@@ -254,11 +254,18 @@ def _start_deepspeed(case: Case, folder: Path, tier: str) -> tuple[Any, Any]:
 
 
 def measure_with_fio(
-    folder: Path, num_bytes: int, directions: tuple[str, ...] = ("read", "write")
+    folder: Path,
+    num_bytes: int,
+    directions: tuple[str, ...] = ("read", "write"),
+    *,
+    depth: int = 1,
 ) -> dict[str, float]:
     """Read and write this many bytes at once with fio: sequential direct I/O in blocks of ours.
 
     Files exist and have all their blocks, as scratch files have.
+
+    Args:
+        depth: requests of each direction in flight.
 
     Returns:
         Bytes per second of each direction; the seconds of the slower one.
@@ -272,8 +279,9 @@ def measure_with_fio(
                     file.write(bytes(_BLOCK_BYTES))
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        common = ["--ioengine=psync", "--direct=1", f"--bs={_BLOCK_BYTES}", f"--size={size}"]
-        command = ["fio", "--output-format=json", *common]
+        engine = "psync" if depth == 1 else "libaio"
+        command = ["fio", "--output-format=json", f"--ioengine={engine}", f"--iodepth={depth}"]
+        command += ["--direct=1", f"--bs={_BLOCK_BYTES}", f"--size={size}"]
         for direction in directions:
             command += [f"--name={direction}", f"--rw={direction}", "--overwrite=1"]
             command += [f"--filename={Path(name, direction)}"]

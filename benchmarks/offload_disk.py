@@ -33,6 +33,8 @@ _NUM_BUFFERS = 16
 _NUM_BYTES = _NUM_BUFFERS * _BUFFER_BYTES
 _BLOCK_BYTES = 3 * _BUFFER_BYTES
 """About the weights of a block of Qwen2.5-1.5B in fp32."""
+_DEPTHS = (1, 4)
+"""Requests that fio has in flight."""
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rounds = [measure_round(options.folder) for _ in range(options.rounds)]
+    rounds = [measure_round(options.folder, number) for number in range(options.rounds)]
     result = {
         "conditions": read_conditions() | {"load": os.getloadavg()},
         "num_bytes": _NUM_BYTES,
@@ -52,7 +54,7 @@ def main() -> None:
         "summary": {
             name: statistics.median(item[name] for item in rounds)
             for name in rounds[0]
-            if name.startswith("share")
+            if "share" in name
         },
     }
     print(json.dumps(result["summary"], indent=1))
@@ -60,40 +62,41 @@ def main() -> None:
         options.out.write_text(format_rows(result) + "\n")
 
 
-def measure_round(folder: Path) -> dict[str, Any]:
-    """Measure bytes per second of each kind of transfer, by fio and then by the stores."""
-    both, fio_both = _measure_between(folder, lambda: swap_moments(folder), ("read", "write"))
-    read, fio_read = _measure_between(folder, lambda: move_blocks(folder)[0], ("read",))
-    frozen, fio_frozen = _measure_between(folder, lambda: read_frozen_blocks(folder), ("read",))
-    write, fio_write = _measure_between(folder, lambda: move_blocks(folder)[1], ("write",))
-    update, addition = measure_update()
-    return {
-        "fio_both": fio_both,
-        "moments_both": both,
-        "fio_read": fio_read,
-        "weights_read": read,
-        "fio_frozen": fio_frozen,
-        "frozen_read": frozen,
-        "fio_write": fio_write,
-        "weights_write": write,
-        "update": update,
-        "addition": addition,
-        "share_both": both / fio_both,
-        "share_read": read / fio_read,
-        "share_frozen_read": frozen / fio_frozen,
-        "share_write": write / fio_write,
-        "share_update": update / addition,
+def measure_round(folder: Path, number: int) -> dict[str, float]:
+    """Measure bytes per second of each kind of transfer by the stores, and of the CPU's update."""
+    kinds: dict[str, tuple[tuple[str, ...], Callable[[], float]]] = {
+        "moments": (("read", "write"), lambda: swap_moments(folder)),
+        "weights_read": (("read",), lambda: move_blocks(folder)[0]),
+        "frozen_read": (("read",), lambda: read_frozen_blocks(folder)),
+        "weights_write": (("write",), lambda: move_blocks(folder)[1]),
     }
+    rates: dict[str, float] = {}
+    for name, (directions, measure) in kinds.items():
+        rates |= _compare_with_fio(folder, name, directions, measure, is_reversed=number % 2 == 1)
+    update, addition = measure_update()
+    return rates | {"update": update, "addition": addition, "update_share": update / addition}
 
 
-def _measure_between(
-    folder: Path, measure: Callable[[], float], directions: tuple[str, ...]
-) -> tuple[float, float]:
-    """Measure bytes per second of a store between two runs of fio; return its rate and theirs."""
-    before = measure_with_fio(folder, _NUM_BYTES, directions)["seconds"]
-    rate = measure()
-    after = measure_with_fio(folder, _NUM_BYTES, directions)["seconds"]
-    return rate, len(directions) * _NUM_BYTES / statistics.mean((before, after))
+def _compare_with_fio(
+    folder: Path,
+    name: str,
+    directions: tuple[str, ...],
+    measure: Callable[[], float],
+    *,
+    is_reversed: bool,
+) -> dict[str, float]:
+    """Measure a store between fio with one request in flight and fio with several."""
+    num_bytes = len(directions) * _NUM_BYTES
+    rates: dict[str, float] = {}
+    for depth in (_DEPTHS[1], 0, _DEPTHS[0]) if is_reversed else (_DEPTHS[0], 0, _DEPTHS[1]):
+        if depth:
+            fio = measure_with_fio(folder, _NUM_BYTES, directions, depth=depth)
+            rates[f"{name}_fio_{depth}"] = num_bytes / fio["seconds"]
+        else:
+            rates[name] = measure()
+    for depth in _DEPTHS:
+        rates[f"{name}_share_of_{depth}"] = rates[name] / rates[f"{name}_fio_{depth}"]
+    return rates
 
 
 def swap_moments(folder: Path) -> float:

@@ -100,12 +100,7 @@ class Disk:
         """Fill `data` from byte `position` up to the end of the file; return the bytes read."""
         first = position
         while data:
-            try:
-                count = os.preadv(descriptor, [data], position)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
-                    raise
-                continue
+            count = self._move(os.preadv, descriptor, data, position)
             data, position = data[count:], position + count
             # After the last bytes of a file the position may be one that O_DIRECT rejects.
             if not count or (data and position >= os.fstat(descriptor).st_size):
@@ -115,13 +110,27 @@ class Disk:
     def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
         """Write all of `data` at byte `position`."""
         while data:
-            try:
-                count = os.pwritev(descriptor, [data], position)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.bypass_cache(descriptor, False):
-                    raise
-                continue
+            count = self._move(os.pwritev, descriptor, data, position)
             data, position = data[count:], position + count
+
+    def _move(
+        self,
+        operation: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        data: memoryview,
+        position: int,
+    ) -> int:
+        """Read or write once; if direct I/O rejects size or alignment, through the page cache.
+
+        Of several threads that it rejects, the first turns it off and all repeat their request.
+        """
+        try:
+            return operation(descriptor, [data], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self.bypass_cache(descriptor, False)
+        return operation(descriptor, [data], position)
 
     def sync(self, descriptor: int) -> None:
         """Flush the bytes of a file to the device."""

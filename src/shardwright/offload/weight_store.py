@@ -132,7 +132,7 @@ class _FileRange:
 class DiskWeightStore:
     """The model's own files, and a scratch file for what they do not have; only read later.
 
-    A thread reads whole pages with direct I/O into a staging buffer, whose thread copies from it.
+    A staging buffer's threads read whole pages with direct I/O and copy from them.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from shardwright.offload import (
 )
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.device_buffers import NUM_BUFFERS
+from shardwright.offload.staging_buffer import compute_staging_buffer_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
 from shardwright.offload.weight_store import WeightRange
@@ -133,7 +134,7 @@ def build_fake_weight_offload(
     if section.parameters == "none":
         return None
     is_on_cpu = recipe.run.device == "cpu" and section.parameters == "disk"
-    staging_bytes = section.buffer_bytes if is_on_cpu else 0
+    staging_bytes = compute_staging_buffer_bytes(section.buffer_bytes) if is_on_cpu else 0
     if recipe.adapters is None:
         store = _CountingParameterStore(device, 2 * staging_bytes)
         kind = ShardOffload if is_sharded else ParameterOffload
@@ -149,7 +150,8 @@ def build_fake_activation_offload(recipe: Recipe, device: torch.device) -> Activ
     section = recipe.moved_offload
     if section.activations == "none":
         return None
-    staging_bytes = 2 * section.buffer_bytes if recipe.run.device == "cpu" else 0
+    is_on_cpu = recipe.run.device == "cpu"
+    staging_bytes = 2 * compute_staging_buffer_bytes(section.buffer_bytes) if is_on_cpu else 0
     return ActivationOffload(_CountingStore(device, staging_bytes), section.activations, device)
 
 

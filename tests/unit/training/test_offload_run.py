@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ def build_run(folder: Path, run: str, tier: str, *, max_steps: int = 4) -> Recip
         recipe.model_dump(mode="json", exclude_unset=True)
         | {"offload": TIERS[tier], "checkpoint": {"every_steps": 1, "keep_last": 9}}
     )
+
+
+build_disk_run = partial(build_run, tier="disk")
 
 
 def read_checkpoints(folder: Path) -> dict[str, bytes]:
@@ -98,25 +103,38 @@ class FailingDisk(Disk):
 
 
 def resume_after_failure(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int, code: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_writes: int,
+    code: int,
+    build: Callable[[Path, str], Recipe] = build_disk_run,
+    store: type = disk_store.DiskStore,
 ) -> bool:
-    """Train on a disk that fails, and resume; return False if the run ends before the failure."""
+    """Train on a disk that fails, resume and compare with the run `whole`.
+
+    Args:
+        build: Builds the recipe of a run with this name.
+        store: Store whose disk fails.
+
+    Returns:
+        False if the run ends before the failure.
+    """
     name = f"run-{num_writes}"
     with monkeypatch.context() as patch:
         patch.setattr(
-            disk_store.DiskStore.__init__,
+            store.__init__,
             "__kwdefaults__",
-            disk_store.DiskStore.__init__.__kwdefaults__ | {"disk": FailingDisk(num_writes, code)},
+            store.__init__.__kwdefaults__ | {"disk": FailingDisk(num_writes, code)},
         )
         try:
-            train(build_run(folder, name, "disk"))
+            train(build(folder, name))
         except OffloadFailed as error:
             message = str(error)
         else:
             return False
     assert str(folder / name) in message
     assert f"could not be written: {os.strerror(code)}" in message
-    train(build_run(folder, name, "disk"), resume=True)
+    train(build(folder, name), resume=True)
     assert read_checkpoints(folder / name) == read_checkpoints(folder / "whole")
     return True
 

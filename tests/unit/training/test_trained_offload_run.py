@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from shardwright.training.run import train
 from shardwright.training.setup import build_state
 from shardwright.training.step_policy import find_differing_replicas
 from tests.unit.training.test_loop import build_recipe
-from tests.unit.training.test_offload_run import read_checkpoints
+from tests.unit.training.test_offload_run import read_checkpoints, resume_after_failure
 from tests.unit.training.test_parameter_offload_run import FailingDisk
 from tests.unit.training.test_parameter_offload_run import build_run as build_pretrained_run
 
@@ -37,6 +39,8 @@ WEIGHT_BYTES = 4 * BLOCK_BYTES
 PLACE_BYTES = 4 * 4 * (2 * 1024 + 2 * 1024 + 3 * 2048)
 """Weights in the file: each matrix begins on a page, and two of a block have half of one."""
 DISK = {"optimizer": "disk", "parameters": "disk"}
+NUM_GROUPS = 4
+"""Tests that share the writes of a run."""
 
 
 def build_run(
@@ -91,6 +95,21 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
             train(build_run(tmp_path, "run", DISK))
     train(build_run(tmp_path, "run", DISK), resume=True)
     assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(NUM_GROUPS))
+def test_a_disk_that_is_full_at_any_write_ends_the_run_with_one_error_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    train(build_run(tmp_path, "whole", {}, max_steps=2))
+    build = partial(build_run, offload=DISK, max_steps=2)
+    store = parameter_store.DiskParameterStore
+    num_writes = first
+    while resume_after_failure(tmp_path, monkeypatch, num_writes, errno.ENOSPC, build, store):
+        shutil.rmtree(tmp_path / f"run-{num_writes}")
+        num_writes += NUM_GROUPS
+    assert num_writes > 100
 
 
 def test_events_state_the_bytes_that_move(tmp_path: Path) -> None:
