@@ -149,6 +149,14 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         ),
         handoff_seconds=median(handoffs) if handoffs else None,
         tiers=build_tiers(rates, diagnosis.device_kind),
+        num_cores=min(
+            (
+                finding.numbers["cores"]
+                for finding in diagnosis.findings
+                if "cores" in finding.numbers
+            ),
+            default=None,
+        ),
         software={
             "shardwright": __version__,
             "torch": torch.__version__,
