@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -91,3 +92,15 @@ def name_attention_kernels(row: dict[str, Any]) -> str:
 def describe_host_waits(row: dict[str, Any]) -> str:
     """Return the waits of the host per step; "" where there is no CUDA device to wait for."""
     return "" if row["host_waits"] is None else f"{row['host_waits']:g}"
+
+
+def count_predicted_runs(results: Mapping[str, Any], measured: str) -> int:
+    """Count the speed cases of a gpu.json whose run of shardwright has a prediction and the figure
+    `measured`."""
+    runs = (
+        case["contenders"].get("shardwright", {})
+        for step in results["steps"]
+        if step["name"].startswith("speed ")
+        for case in (step.get("result") or {}).get("cases", ())
+    )
+    return sum(bool(run.get("predicted") and run.get(measured)) for run in runs)

@@ -20,7 +20,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import log
 from pathlib import Path
@@ -29,6 +29,7 @@ from statistics import mean, median
 import numpy as np
 import yaml
 
+from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
@@ -54,6 +55,7 @@ from shardwright.planner.uncertainty import (
 
 PACKAGED = Path(uncertainty.__file__).with_name("error_spreads.yaml")
 CPU_MEASUREMENTS = Path(__file__).parents[1] / "docs" / "benchmarks" / "layouts-predicted.json"
+GPU_MEASUREMENTS = CPU_MEASUREMENTS.with_name("gpu.json")
 HEADER = """\
 # Written by benchmarks/planner_intervals.py from errors of rows that were left out of the fit.
 # Spreads are logarithms of measured over predicted at the ends of the 80% interval.
@@ -175,9 +177,16 @@ def combine_parts(
 
 def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
     """Measure the spreads of errors by cause, each source, each accelerator generation and each
-    half of the rows being left out once."""
+    half of the rows being left out once. Runs of `make gpu` count as measurements of our engine."""
     parts = list_parts(rows)
-    return combine_parts(rows, parts, predict_left_out(rows, chain(*parts.values()), initial))
+    found = combine_parts(rows, parts, predict_left_out(rows, chain(*parts.values()), initial))
+    results = json.loads(GPU_MEASUREMENTS.read_text(encoding="utf-8"))
+    own = {"time": "tokens_per_second", "memory": "peak_allocated_bytes"}
+    num_rows = {
+        quantity: {**numbers, "shardwright": count_predicted_runs(results, own[quantity])}
+        for quantity, numbers in found.num_rows.items()
+    }
+    return replace(found, num_rows=num_rows)
 
 
 def measure_spreads(

@@ -169,7 +169,7 @@ def plan_command(
         should_read_data=data,
         expert_load_run=expert_load,
     )
-    corrections = _list_corrections(result, step_profile)
+    corrections = _list_corrections(result, step_profile, target)
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
@@ -205,9 +205,12 @@ def plan_command(
         raise _build_no_layout_error(result, target)
 
 
-def _list_corrections(result: PlanningResult, profile: StepProfile | None) -> list[str]:
-    """List the sentences about data and measurements that changed the predictions."""
+def _list_corrections(
+    result: PlanningResult, profile: StepProfile | None, cluster: Cluster
+) -> list[str]:
+    """List the sentences about data and measurements that changed the predictions, or should."""
     lines = (
+        cluster.core_shortage and f"warning: {cluster.core_shortage}",
         describe_correction(result, profile),
         result.row_summary,
         *(split.describe() for split in result.context_splits),

@@ -180,6 +180,19 @@ class Cluster:
         return f"measured on {profile.accelerator} at {profile.measured_at}: {counts}"
 
     @property
+    def core_shortage(self) -> str | None:
+        """Description of CPU ranks that share cores, by the profile's count; None if each has
+        its own, or if nobody has counted."""
+        cores = None if self.profile is None else self.profile.num_cores
+        if self.accelerator.kind != "cpu" or cores is None or self.gpus_per_node <= cores:
+            return None
+        return (
+            f"{self.gpus_per_node} ranks share the {cores:g} cores of a host (measured profile), "
+            f"so steps take up to {self.gpus_per_node / cores:.1f} times as long as with a core "
+            f"for each; plan at most {max(1, int(cores))} ranks per host"
+        )
+
+    @property
     def name(self) -> str:
         """Short name, such as `4 x 8xH100-80GB-SXM over ib400`."""
         node = f"{self.gpus_per_node}x{self.accelerator.name}"

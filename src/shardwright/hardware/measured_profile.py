@@ -18,6 +18,7 @@ The module imports no torch. The file is one JSON object:
                      disk_read_bytes_per_second, disk_write_bytes_per_second,
                      disk_both_bytes_per_second}    rates of one rank with all ranks of its node at
                      work, for offloading; each is null if it was not measured; optional
+    num_cores        cores that the ranks of a host may use; null if unknown; optional
     handoff_seconds  extra time of a collective between two computations, compared with
                      back-to-back collectives; optional
 
@@ -142,6 +143,8 @@ class MeasuredProfile:
     wake-up of threads."""
     tiers: TierRates = TierRates()
     """Rates of host memory and disk, for offloading."""
+    num_cores: float | None = None
+    """Cores that the ranks of a host may use, on the host with the fewest."""
 
     def find_matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         """Return FLOP/s of the measured product with the closest shape.
@@ -298,6 +301,9 @@ def read_profile(content: Any) -> MeasuredProfile:
         elementwise=_read_rates(content, "elementwise", ElementwiseRate),
         handoff_seconds=_read_seconds(content, "handoff_seconds"),
         tiers=_read_tiers(content),
+        num_cores=None
+        if content.get("num_cores") is None
+        else _read_positive(content, "num_cores"),
     )
 
 

@@ -210,6 +210,13 @@ class EngineModel:
         """Return True if sharded gradients are reduced after each micro-batch."""
         return zero_stage >= 2
 
+    @property
+    def sums_whole_stages(self) -> bool:
+        """True if replicated gradients of a pipeline stage are summed over data ranks when its last
+        backward pass has ended, during those of the rank's other stages. False if they are summed
+        in buckets during that pass."""
+        return True
+
     def has_late_sums(self, zero_stage: int) -> bool:
         """Return True if one all-reduce sums all gradients after the last backward pass, and one
         all-gather follows the update; neither overlaps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_intervals import (
     SOURCE_LEVEL,
@@ -138,3 +139,15 @@ def test_an_error_is_the_logarithm_of_measured_over_predicted_seconds() -> None:
     assert error.errors["time"] == pytest.approx(0.693, abs=1e-3)
     assert error.find_cause("time") == "accelerator"  # 5 rows on Ampere, 11 of the trainer
     assert error.trainer_ignorance["time"] == pytest.approx(1 / (1 + 11 / 10))
+
+
+def test_runs_of_our_engine_are_counted_where_predicted_and_measured() -> None:
+    run = {"predicted": {"step_seconds": 1.0}, "tokens_per_second": 9.0}
+    steps = [
+        {"name": "speed a", "result": {"cases": [{"contenders": {"shardwright": run}}]}},
+        {"name": "speed b", "result": {"cases": [{"contenders": {"trainer": run}}]}},
+        {"name": "smoke", "result": {"cases": [{"contenders": {"shardwright": run}}]}},
+        {"name": "speed c", "status": "not run"},
+    ]
+    assert count_predicted_runs({"steps": steps}, "tokens_per_second") == 1
+    assert count_predicted_runs({"steps": steps}, "peak_allocated_bytes") == 0

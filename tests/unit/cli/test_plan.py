@@ -12,6 +12,7 @@ from shardwright.cli.main import run
 from shardwright.config import load_recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import ExitCode, LayoutError, RecipeError
+from shardwright.hardware import MeasuredProfile, save_profile
 from shardwright.launch.auto_layout import resolve_auto_layout
 from shardwright.layout import resolve_layout
 from shardwright.planner.auto_layout import build_cluster, choose_layout
@@ -65,10 +66,31 @@ def test_the_best_layouts_of_a_13b_model_on_eight_gpus(
     )
     assert parts["low"] < parts["total"] < parts["high"]
     assert chosen["memory_bytes"]["low"] < chosen["memory_bytes"]["total"]
-    assert output["evidence"].startswith("measured runs: none of shardwright, ")
+    assert output["evidence"].startswith("measured runs: 1 of shardwright, ")
     assert exposed == pytest.approx(parts["total"])
     assert chosen["days"] == pytest.approx(100 * parts["total"] / 86400)
     assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "warning"),
+    [(4.0, ""), (None, ""), (1.5, "4 ranks share the 1.5 cores of a host (measured profile)")],
+)
+def test_a_plan_warns_of_cpu_ranks_that_share_cores(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_cores: float | None,
+    warning: str,
+) -> None:
+    profile = MeasuredProfile("x86_64", "EPYC-9654", "now", 2**34, 1e10, num_cores=num_cores)
+    save_profile(profile, tmp_path / "here.json")
+    cluster = ["--cluster", "4xCPU", "--profile", str(tmp_path / "here.json")]
+    small = models.CONFIGS["llama"] | {"max_position_embeddings": 4096}
+    recipe.write_text(json.dumps(RECIPE | {"model": {"config": small}}), encoding="utf-8")
+    assert run(["plan", str(recipe), *cluster, "--json"]) == ExitCode.DONE
+    assert ("warning: 4 ranks" in (printed := capsys.readouterr().err)) == bool(warning)
+    assert warning in printed
 
 
 def test_tight_layouts_are_marked_and_not_chosen(

@@ -14,6 +14,7 @@ from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.doctor.diagnosis import Diagnosis
 from shardwright.doctor.examination import ExaminationRequest
+from shardwright.doctor.finding import Finding
 from shardwright.doctor.rates.cluster_profile import build_profile, build_request
 from shardwright.doctor.rates.device_rates import AttentionWorkload, time_attention
 from shardwright.doctor.rates.elementwise import time_elementwise
@@ -231,6 +232,19 @@ def test_predictions_follow_measured_attention(recipe: Recipe, tmp_path: Path) -
     assert seconds[0] - seconds[1] == pytest.approx(
         flops / (0.9 * 1e8) - flops / (0.9 * 1e10), rel=1e-6
     )
+
+
+def test_the_profile_counts_the_cores_of_the_smallest_host(recipe: Recipe, tmp_path: Path) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+    diagnosis = make_diagnosis(request, 1e11, 1e10)
+    assert build_profile(diagnosis, request).num_cores is None
+    findings = tuple(
+        Finding("host", f"cores @ {name}", "pass", "", numbers={"cores": cores})
+        for name, cores in (("one", 8.0), ("two", 1.5))
+    )
+    profile = build_profile(replace(diagnosis, findings=findings), request)
+    save_profile(profile, tmp_path / "here.json")
+    assert load_profile(tmp_path / "here.json").num_cores == 1.5
 
 
 def test_predictions_follow_measured_elementwise_operations(recipe: Recipe, tmp_path: Path) -> None:

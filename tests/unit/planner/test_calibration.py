@@ -19,10 +19,16 @@ def test_the_more_specific_entry_has_precedence() -> None:
                 "Hopper": {"matmul_share": 0.7, "m_half": 100.0},
                 "H100-80GB-SXM": {"m_half": 200.0},
             },
-            "frameworks": {"aleph": {"matmul_share": 0.6}},
-            "features": {"torch": {"bytes_share": 3.0}},
+            "frameworks": {
+                "aleph": {"matmul_share": 0.6, "host_seconds": 1e-3, "memory_share": 0.5},
+                "aleph on gpu": {"host_seconds": 2e-3, "memory_share": 0.6},
+                "aleph on cpu": {"host_seconds": 3e-3},
+            },
+            "features": {"torch": {"bytes_share": 3.0, "memory_share": 0.7}},
         }
     )
+    assert efficiencies.get_efficiency(H100, "aleph").memory_share == 0.6
+    assert efficiencies.get_efficiency(find_accelerator("cpu"), "aleph").host_seconds == 3e-3
     plain = efficiencies.get_efficiency(H100)
     assert (plain.matmul_share, plain.m_half, plain.bytes_share) == (0.7, 200.0, 1.0)
     with_entries = efficiencies.get_efficiency(H100, "aleph", ["torch"])
@@ -31,6 +37,7 @@ def test_the_more_specific_entry_has_precedence() -> None:
         200.0,
         3.0,
     )
+    assert (with_entries.host_seconds, with_entries.memory_share) == (2e-3, 0.7)
     assert efficiencies.get_efficiency(find_accelerator("A100")) == Efficiency(), (
         "unfitted values are the default"
     )

@@ -16,6 +16,7 @@ from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
+from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_stages
 from shardwright.schedule import ActionTimes, build_schedule
@@ -469,3 +470,43 @@ def test_adapters_take_the_time_of_their_memory_traffic() -> None:
     assert adapted.backward - without_adapter.backward == pytest.approx(
         rates.time_copy(2.0 * backward)
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_micro_batches", "gradient_bytes"),
+    [
+        (Layout(), 1, 2 + 4),  # read in bf16, written in fp32
+        (Layout(), 4, 2 + 4 + 3 / 4 * 12),  # three sums read two and write one
+        (Layout(dp_replicate=2), 1, 2 + 4 + 8),  # copied to a bucket
+        (Layout(dp_replicate=2), 4, 2 + 4 + 3 / 4 * 12 + 8 / 4),
+        (Layout(pp=2, dp_replicate=2), 4, 2 + 4 + 3 / 4 * 12),  # stages reduce without buckets
+    ],
+)
+def test_replicated_gradients_are_cast_added_and_copied_to_buckets(
+    layout: Layout, num_micro_batches: int, gradient_bytes: float
+) -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    kind = facts.kinds[0]
+    candidate = Candidate(layout, 128, 1, num_micro_batches)
+    elements = facts.count_elements(layout).layers[kind.slot]
+    forward, backward = count_weight_traffic_bytes(facts, kind, candidate)
+    assert forward == elements.local_matrices * (4 + 2)
+    assert backward == pytest.approx(elements.local_matrices * gradient_bytes)
+    full = replace(candidate, precision="fp32")
+    assert count_weight_traffic_bytes(facts, kind, full)[1] == pytest.approx(
+        elements.local * (gradient_bytes - 6)
+    )
+
+
+def test_only_a_cpu_writes_the_product_before_it_adds_it_to_the_heads_gradient() -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    gpu = models.make_cluster(1)
+    cpu = replace(gpu, accelerator=replace(gpu.accelerator, kind="cpu"))
+    num_elements = facts.shape.vocab_size * facts.shape.hidden_size
+    for precision, separate_bytes in (("bf16", 4), ("fp32", 0)):
+        candidate = Candidate(Layout(), 128, precision=precision, loss_chunk_tokens=32)
+        on_gpu, on_cpu = (
+            compute_end_seconds(facts, candidate, DeviceRates(cluster, IDEAL, precision))[1]
+            for cluster in (gpu, cpu)
+        )
+        assert on_cpu - on_gpu == pytest.approx(4 * num_elements * separate_bytes / 1e11)

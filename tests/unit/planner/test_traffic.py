@@ -13,7 +13,7 @@ from shardwright.config.layout import ClusterSection, LayoutSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.launch.auto_layout import resolve_expert_dispatch_here
 from shardwright.layout import CpMethod, Layout
-from shardwright.layout.degrees import ExpertDispatch, ZeroStage, resolve_layout
+from shardwright.layout.degrees import MAX_TENSOR_CHUNKS, ExpertDispatch, ZeroStage, resolve_layout
 from shardwright.planner import Efficiency, predict
 from shardwright.planner.auto_layout import choose_expert_dispatch, resolve_expert_dispatch
 from shardwright.planner.candidate import Candidate
@@ -265,3 +265,20 @@ def test_overlap_differs_within_and_between_domains() -> None:
     within, across = (NetworkModel(models.make_cluster(8, per_node=n), efficiency) for n in (8, 4))
     assert _get_expert_overlap(Candidate(layout, TOKENS), within) == 0.25
     assert _get_expert_overlap(Candidate(layout, TOKENS), across) == 0.5
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_tensor_parallel_chunks_overlap_with_products_in_compiled_blocks_too(
+    compile_blocks: bool,
+) -> None:
+    shape = models.read_shape("llama")
+    hidden_shares = {}
+    for layout in (Layout(tp=2), Layout(tp=2, async_tensor_parallel="chunked")):
+        candidate = Candidate(layout, 512, 8, compile=compile_blocks)
+        parts = predict(shape, candidate, models.make_cluster(2), Efficiency()).time
+        hidden_shares[layout.async_tensor_parallel] = parts.hidden_tensor / (
+            parts.tensor + parts.hidden_tensor
+        )
+    assert hidden_shares["none"] == 0.0
+    # Embedding and loss have nothing to overlap with.
+    assert 0.4 < hidden_shares["chunked"] < 1 - 1 / MAX_TENSOR_CHUNKS

@@ -8,15 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.unit.planner import models
 from tests.unit.rehearsal.test_planner_memory import Case
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
-from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.problem import build_template
+from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.time.communication import NetworkModel, build_groups
 from shardwright.planner.time.maxima_exchanges import list_maxima_exchanges
+from shardwright.planner.time.traffic import compute_data_traffic
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
 
@@ -121,3 +127,35 @@ def test_the_planner_counts_the_bytes_of_gathered_codes(
     # Scales of rows are not predicted.
     assert wide_bytes - narrow_bytes == pytest.approx(saved, rel=0.02)
     assert math.isclose(saved, 0) == ("quantize" in adapters)
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_the_planner_exposes_the_sum_of_the_stage_that_ends_last(
+    schedule: str, num_stages: int
+) -> None:
+    virtual_stages = num_stages if num_stages > 1 else None
+    layout = Layout(
+        pp=2, dp_replicate=2, zero_stage=0, schedule=schedule, virtual_stages=virtual_stages
+    )
+    recipe = Case("llama", layout).make_recipe()
+    plan = build_plan(
+        read_recipe_shape(recipe), layout, BatchPlan(64, 1, 4, 2), recipe.precision, "none"
+    )
+    collectives = rehearse_rank(recipe, plan, 2).collectives
+    messages = [n for n, each in enumerate(collectives) if each.kind in ("send", "recv")]
+    sums = [(n, each.num_bytes) for n, each in enumerate(collectives) if each.num_bytes > 2**20]
+    assert len(sums) == num_stages
+    after_all_passes = sum(num_bytes for n, num_bytes in sums if n > messages[-1])
+    exposed_share = after_all_passes / sum(num_bytes for _, num_bytes in sums)
+    candidate = replace(build_template(recipe), layout=layout)
+    network = NetworkModel(models.make_cluster(4), Efficiency())
+    parts = (ParameterElements(1e9, 1e9), ParameterElements(), ParameterElements())
+
+    def predict_exposed_share(planned: Candidate) -> float:
+        traffic = compute_data_traffic(parts, 1, planned, network, build_groups(layout))
+        return traffic.last_reduce_seconds / traffic.reduce_seconds
+
+    # The rank's other stage has the head, too.
+    assert predict_exposed_share(candidate) == pytest.approx(exposed_share, abs=0.08)
+    buckets = predict_exposed_share(replace(candidate, engine=FrameworkConventions()))
+    assert buckets < 0.01

@@ -149,9 +149,15 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         ),
         handoff_seconds=median(handoffs) if handoffs else None,
         tiers=build_tiers(rates, diagnosis.device_kind),
+        num_cores=_find_fewest_cores(diagnosis),
         software={
             "shardwright": __version__,
             "torch": torch.__version__,
             "layout": str(request.layout),
         },
     )
+
+
+def _find_fewest_cores(diagnosis: Diagnosis) -> float | None:
+    counts = [each.numbers["cores"] for each in diagnosis.findings if "cores" in each.numbers]
+    return min(counts, default=None)

@@ -237,6 +237,10 @@ class FrameworkConventions(EngineModel):
     def should_reduce_each_micro_batch(self, zero_stage: int) -> bool:
         return zero_stage == 3 or (zero_stage == 2 and not self.should_defer_stage_2)
 
+    @property
+    def sums_whole_stages(self) -> bool:
+        return False
+
     def has_late_sums(self, zero_stage: int) -> bool:
         return zero_stage == 1 and self.has_unsharded_sums
 

@@ -1,8 +1,9 @@
 """Fitted efficiencies from `efficiencies.yaml`, combined by accelerator, framework and kernel.
 
 `benchmarks/fit_planner.py` writes the file from published measurements. Each section overrides
-fields of `Efficiency`: `frameworks` first for all frameworks and then per framework,
-`accelerators` by kind, generation and name, `features` by a kernel or setting that a row names.
+fields of `Efficiency`: `frameworks` first for all frameworks and then per framework and kind of
+accelerator, `accelerators` by kind, generation and name, `features` by a kernel or setting that a
+row names.
 A measured machine profile is separate: the formulas prefer it to any fitted share.
 """
 
@@ -53,6 +54,7 @@ class EfficiencyTable:
             ("accelerators", accelerator.generation),
             ("accelerators", accelerator.name),
             ("frameworks", framework),
+            ("frameworks", f"{framework} on {accelerator.kind}"),
             *(("features", feature) for feature in features),
         )
 

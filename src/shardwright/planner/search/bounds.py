@@ -134,6 +134,8 @@ class DataTrafficBound:
         self._candidate = candidate
         self._network = predictor.network
         self._traffic = compute_rank_traffic(step, load)
+        if not is_single_stage:  # how much of it is exposed depends on the schedule
+            self._traffic = replace(self._traffic, last_reduce_seconds=0.0)
         self._forward_weight_seconds, self._backward_weight_seconds = (
             tuple(pair[direction] for pair in step.weight_seconds) for direction in (0, 1)
         )

@@ -423,7 +423,11 @@ def compute_end_seconds(
         dw = 0.0
     moved = tokens * vocab * (6 * size + (0 if candidate.has_fused_losses else 18))
     if candidate.adapter is None and candidate.loss_chunk_tokens is not None:
-        moved += num_chunks * vocab * shape.hidden_size * (2 * size + 8)
+        # The head's gradient is a sum over chunks in fp32. Without a kernel that adds a product of
+        # 16-bit operands to it, the product is written and read.
+        has_separate_products = rates.cluster.accelerator.kind == "cpu" and size < 4
+        sum_bytes = 8 + 2 * size * has_separate_products
+        moved += num_chunks * vocab * shape.hidden_size * sum_bytes
     return embedding, forward + dx + dw + rates.time_copy(moved)
 
 

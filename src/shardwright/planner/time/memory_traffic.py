@@ -294,10 +294,23 @@ def count_weight_traffic_bytes(
         if layout.zero_stage == 3:
             return elements.local * 2 * size, elements.local * (3 * size + master)
         return 0.0, elements.local * (size + gradient_bytes)
-    if candidate.engine.has_master_weights and size != master:
-        if candidate.has_working_weights:
-            return 0.0, elements.local_matrices * (size + 3 * master)
-        return elements.local_matrices * (master + size), elements.local_matrices * (
-            size + 3 * master
-        )
-    return 0.0, elements.local * 2 * master
+    if not candidate.engine.has_master_weights:
+        return 0.0, elements.local * 2 * master
+    sum_bytes = _count_sum_bytes(candidate)
+    if size == master:
+        return 0.0, elements.local * sum_bytes
+    cast = 0.0 if candidate.has_working_weights else elements.local_matrices * (master + size)
+    return cast, elements.local_matrices * (size + master + sum_bytes)
+
+
+def _count_sum_bytes(candidate: Candidate) -> float:
+    """Count bytes moved per gradient element and micro-batch to sum replicated gradients.
+
+    The first micro-batch's gradient is kept as it is, later ones are added to it, and DDP copies
+    the sum to a bucket once per step.
+    """
+    layout = candidate.layout
+    num_additions = candidate.gradient_accumulation_steps - 1
+    has_buckets = layout.pp == 1 and layout.dp_replicate * layout.fsdp > 1
+    passes = 3 * num_additions + 2 * has_buckets
+    return passes * candidate.master_bytes / candidate.gradient_accumulation_steps

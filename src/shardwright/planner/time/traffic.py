@@ -44,6 +44,7 @@ from shardwright.planner.model_costs import (
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import LayerSeconds
 from shardwright.planner.time.maxima_exchanges import compute_maxima_seconds
+from shardwright.schedule import count_stages_per_rank
 
 
 class LayerTraffic(NamedTuple):
@@ -370,6 +371,9 @@ def compute_data_traffic(
         total += (total > 0) * (
             buckets * network.data_handoff_seconds + (buckets - 1) * network.handoff_seconds
         )
+        if layout.pp > 1 and layout.zero_stage == 0 and candidate.engine.sums_whole_stages:
+            # Nothing is left to compute when the last stage's sum begins.
+            buckets = count_stages_per_rank(layout.schedule, layout.virtual_stages)
         return DataTraffic(
             reduce_seconds=total,
             last_reduce_seconds=total / buckets,
