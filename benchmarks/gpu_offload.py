@@ -29,8 +29,10 @@ VARIANTS: dict[str, dict[str, str]] = {
         "update_on": "device",
     },
     "saved tensors on the host": {"activations": "host"},
+    "resident, again": {},
 }
-"""Name -> keys of `offload`."""
+"""Name -> keys of `offload`. The last one shows which losses change from run to run, because
+kernels on a GPU add in no fixed order."""
 WARM_UP_STEPS = 2
 
 
