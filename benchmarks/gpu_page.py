@@ -36,9 +36,9 @@ loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is ne
 LOW_PRECISION = """\
 Distance: norm of the difference between a kernel's result and its emulation on the same device,
 over the norm of the latter; at most {limit:g}. Steps are those of {num_layers} layer(s) of {shape}
-with the optimizer. Curves are of a small model on the text of Python's standard library, in 8 and
-4 bits from the weights of the first seed. Final loss is the mean of the last 20 steps, in which
-elements are counted."""
+with the optimizer, or of all with 8-bit AdamW; passes are without the optimizer. Curves are of a
+small model on the text of Python's standard library, in 8 and 4 bits from the weights of the first
+seed. Final loss is the mean of the last 20 steps, in which elements are counted."""
 
 FAST_ACCUMULATION = """\
 Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
@@ -226,14 +226,11 @@ def _summarise(step: dict[str, Any]) -> str:
             if "seconds" in row["off"] and "seconds" in row["on"]
         )
     elif "low_precision" in result:
-        seconds = {
-            name: row["seconds"] for name, row in result["steps"].items() if "seconds" in row
-        }
-        base = seconds.get("bf16, compiled") or seconds["bf16"]
+        ratios = {name: _divide_bf16(result["steps"], name, "seconds") for name in result["steps"]}
         text = "; ".join(
-            f"{name} {base / value:.2f}x as fast as bf16"
-            for name, value in seconds.items()
-            if not name.startswith("bf16")
+            f"{name} {ratio}x as fast as bf16"
+            for name, ratio in ratios.items()
+            if ratio and not name.startswith("bf16")
         )
     elif "offload" in result:
         text = "; ".join(
@@ -341,16 +338,16 @@ def _render_low_precision(result: dict[str, Any]) -> str:
         for product, row in products.items()
     ]
     steps = result["steps"]
-    base = (steps.get("bf16, compiled") or steps.get("bf16", {})).get("seconds")
     timed = [
         (
             name,
             f"{row['seconds'] * 1e3:.1f}",
-            f"{base / row['seconds']:.2f}" if base else "",
+            _divide_bf16(steps, name, "seconds"),
+            _divide_bf16(steps, name, "pass_seconds"),
             f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
         )
         if "seconds" in row
-        else (name, _escape(row["failed"]), "", "")
+        else (name, _escape(row["failed"]), "", "", "")
         for name, row in steps.items()
     ]
     curves = [
@@ -379,11 +376,21 @@ def _render_low_precision(result: dict[str, Any]) -> str:
             LOW_PRECISION.format(**conditions),
             *([FAST_ACCUMULATION.format(**conditions)] if "fast_limit" in conditions else []),
             _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
-            _render_table(("step", "ms", "times bf16 (compiled if it ran)", "peak GiB"), timed),
+            _render_table(
+                ("step", "ms", "times bf16", "passes, times bf16", "peak GiB"),
+                timed,
+            ),
             _render_table(("curve", *places, "final loss", "saturated", "flushed share"), curves),
             *(["\n".join(missing)] if missing else []),
         ]
     )
+
+
+def _divide_bf16(steps: dict[str, Any], name: str, key: str) -> str:
+    """Return the seconds of bf16's step of the same kind over those of a step."""
+    kind = name.partition(", ")[2]
+    base = steps.get(f"bf16, {kind}" if kind else "bf16", {})
+    return f"{base[key] / steps[name][key]:.2f}" if key in base and key in steps[name] else ""
 
 
 def _render_offload(result: dict[str, Any]) -> str:
