@@ -104,6 +104,13 @@ FROZEN_ON_DISK = {
 TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
 WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
 FUSED = {"model": {"fused_pointwise": "compiled"}}
+WHOLE_LOGITS = {
+    "model": {
+        "config": models.CONFIGS["gemma2"] | {"vocab_size": 16_000},
+        "fused_pointwise": "compiled",
+        "loss_chunk_tokens": ROWS * TOKENS,
+    }
+}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
@@ -156,6 +163,7 @@ CASES = [
     Case("llama", Layout(tp=2), recompute="mixed", saved=(NOTHING, SUMS, SUMS, GATHERED)),
     Case("llama", Layout(), recompute="full", sections=FUSED),
     Case("gemma2", Layout(), sections=FUSED),
+    Case("gemma2", Layout(), recompute="full", sections=WHOLE_LOGITS),
     Case("qwen3_moe", Layout(), sections=FUSED),
     # Kinds that were predicted less exactly before the backward pass was followed by operation.
     Case("llama", Layout(dp_replicate=2), recompute="full", tolerance=0.005),
@@ -412,7 +420,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
     )
     plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
-    if case.sections == FUSED:
+    if case.sections in (FUSED, WHOLE_LOGITS):
         plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
     report = rehearse_rank(recipe, plan, case.rank)
     facts = ModelFacts(shape.base_shape, case.saved)
