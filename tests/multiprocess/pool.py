@@ -9,11 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from shardwright.verification.local_group import BACKEND
 from shardwright.verification.rank_pool import RankPool
 from shardwright.verification.reference import write_reference
 
 __all__ = ["RankPool", "SharedReferencePool"]
+
+if torch.__version__ < "2.13":
+    # Compilers before 2.13 trace torch's own classes of process groups, which runs have, but no
+    # subclass, which the ranks of this pool have.
+    from torch._dynamo.variables.distributed import ProcessGroupVariable
+
+    ProcessGroupVariable.is_process_group = staticmethod(
+        lambda value: isinstance(value, dist.ProcessGroup)
+    )
 
 
 class SharedReferencePool(RankPool):

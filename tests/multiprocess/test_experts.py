@@ -229,18 +229,29 @@ def wrap_experts_separately() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def compile_around_separate_experts() -> Iterator[None]:
+    """Compile the blocks, too: no hook of the experts may run inside."""
+    with wrap_experts_separately(), compile_blocks():
+        yield
+
+
 @pytest.mark.parametrize(
-    ("layout", "case"),
+    ("layout", "case", "context"),
     [
-        (Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1), PLAIN),
-        (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES),
+        (
+            Layout(dp_shard=2, ep=2, expert_dispatch="halves", zero_stage=1),
+            PLAIN,
+            compile_around_separate_experts,
+        ),
+        (Layout(dp_shard=4, ep=2, zero_stage=3), LOSSES, wrap_experts_separately),
     ],
-    ids=str,
+    ids=["compiled", "uncompiled"],
 )
 def test_experts_wrapped_separately(
-    ranks: RankPool, layout: Layout, case: VerificationCase
+    ranks: RankPool, layout: Layout, case: VerificationCase, context: MutationContext
 ) -> None:
-    report = verify_layout(ranks, GPT_OSS, layout, case, wrap_experts_separately)
+    report = verify_layout(ranks, GPT_OSS, layout, case, context)
     assert report.passed, list_failures(report)
 
 

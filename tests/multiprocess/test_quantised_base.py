@@ -137,9 +137,9 @@ def test_the_verifier_detects_another_base(ranks: RankPool, mutation: MutationCo
     )
 
 
-def measure_packed_weights(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor]]:
-    """Return this rank's bytes of frozen projections, their elements in the whole model, and
-    the gathered matrices.
+def measure_packed_weights(cell: AdapterCell) -> tuple[int, int, dict[str, Tensor], float]:
+    """Return this rank's bytes of frozen projections, their elements in the whole model, the
+    gathered matrices, and the loss in bf16.
     """
     shape = read_recipe_shape(cell.recipe)
     with torch.device("meta"):
@@ -187,7 +187,9 @@ def measure_packed_weights(cell: AdapterCell) -> tuple[int, int, dict[str, Tenso
         for name, spec in specs.items()
         if spec.packed_matrix is not None
     }
-    return num_bytes, num_elements, whole
+    ids_BT = torch.arange(8)[None]
+    loss = model.module(ids_BT, labels_BT=ids_BT)
+    return num_bytes, num_elements, whole, loss.item()
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero_stage=3), Layout(tp=2)], ids=str)
@@ -195,7 +197,8 @@ def test_ranks_hold_their_share_of_four_bits_of_the_same_base(
     ranks: RankPool, layout: Layout
 ) -> None:
     cell = AdapterCell(LLAMA | {"hidden_size": 64}, NF4, layout, VerificationCase(1))
-    _, num_elements, expected = measure_packed_weights(cell._replace(layout=Layout()))
-    for num_bytes, _, whole in ranks.run(2, measure_packed_weights, cell):
+    _, num_elements, expected, loss = measure_packed_weights(cell._replace(layout=Layout()))
+    for num_bytes, _, whole, sharded_loss in ranks.run(2, measure_packed_weights, cell):
         assert num_bytes * 8 / num_elements == 4.5 / 2
+        assert sharded_loss == pytest.approx(loss, rel=0.0 if layout.tp == 1 else 0.01)
         assert all(torch.equal(expected[name], whole[name]) for name in expected)

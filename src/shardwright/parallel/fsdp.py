@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -62,8 +65,8 @@ def apply_fsdp(
     Under expert parallelism a block's experts are sharded over `efsdp`, but gathered and freed
     with their block: hooks on the experts alone would run inside the recomputed function, a
     different number of times than in the forward pass, which selective recomputation refuses.
-    Only where FSDP2 cannot do that (before torch 2.13) are they wrapped separately; they then
-    come first in the list.
+    Where FSDP2 cannot do that (before torch 2.13), they are wrapped separately, and their hooks
+    are moved to their block; they then come first in the list.
 
     The root holds the embeddings and the head. The final norm joins the last blocks, because
     its weight is read in the backward pass and the root's weights are not: an embedding's
@@ -96,8 +99,8 @@ def apply_fsdp(
     if layout.ep > 1 and place_experts is None:
         expert_options = options | {"reshard_after_forward": reshards_blocks}
         expert_groups = _shard_experts(decoder, mesh, expert_options)
-    wrap = partial(
-        fully_shard, mesh=mesh.device_mesh("fsdp"), shard_placement_fn=place_experts, **options
+    wrap: Callable[..., None] = partial(
+        _shard_modules, mesh=mesh.device_mesh("fsdp"), shard_placement_fn=place_experts, **options
     )
     final_norm = decoder.final_norm
     stage_groups: list[list[FSDPModule]] = []
@@ -134,13 +137,49 @@ def apply_fsdp(
     return [*expert_groups, *groups, root]
 
 
+def _shard_modules(modules: nn.Module | list[nn.Module], **options: Any) -> None:
+    """Call `fully_shard`, also for matrices of packed bytes.
+
+    Before torch 2.13, FSDP2 makes every parameter trainable for a moment, which integers cannot
+    be, and casts them all to the compute dtype.
+    """
+    if torch.__version__ >= "2.13":
+        fully_shard(modules, **options)
+        return
+    source: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    source.nn = SimpleNamespace(Module=nn.Module, Parameter=_build_sharded_parameter)
+    try:
+        fully_shard(modules, **options)
+    finally:
+        source.nn = nn
+    first = modules[0] if isinstance(modules, list) else modules
+    for group in list_parameter_groups(_to_fsdp_module(first)):
+        for parameter in group.fsdp_params:
+            if not parameter.sharded_param.is_floating_point():
+                set_dtypes = parameter.init_dtype_attrs
+                parameter.init_dtype_attrs = partial(_keep_dtype, set_dtypes)
+
+
+def _build_sharded_parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=values.is_floating_point())
+
+
+def _keep_dtype(set_dtypes: Callable[[MixedPrecisionPolicy], None], _policy: Any) -> None:
+    set_dtypes(MixedPrecisionPolicy())
+
+
 def _shard_experts(decoder: Decoder, mesh: Mesh, options: dict[str, Any]) -> list[FSDPModule]:
-    """Wrap the experts of each block separately, over `efsdp`."""
+    """Shard the experts of each block over `efsdp`; gather and free them with their block."""
     groups = []
-    for experts in [part for part in decoder.modules() if isinstance(part, Experts)]:
-        fully_shard(experts, mesh=mesh.device_mesh("efsdp"), **options)
-        time_fsdp_waits([experts], has_gradient_waits=mesh.device_type == "cpu")
-        groups.append(_to_fsdp_module(experts))
+    for block in decoder.blocks:
+        for experts in [part for part in block.modules() if isinstance(part, Experts)]:
+            _shard_modules(experts, mesh=mesh.device_mesh("efsdp"), **options)
+            groups.append(_to_fsdp_module(experts))
+            state: Any = groups[-1]._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            block.register_forward_hook(state._post_forward)
     return groups
 
 
