@@ -43,7 +43,8 @@ class _InOrder(Trainer):
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        self.wrapped = type(model).__name__
+        # Accelerate compiles the wrapper with what is in it.
+        self.wrapped = type(getattr(model, "_orig_mod", model)).__name__
         self.last_loss = super().training_step(model, *args, **kwargs)
         return self.last_loss
 
