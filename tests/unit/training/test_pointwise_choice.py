@@ -15,7 +15,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, load_recipe
 from shardwright.errors import RecipeError
 from shardwright.launch import auto_layout
-from shardwright.model.pointwise import operators
+from shardwright.model.pointwise import formulas, operators
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.placement.compilation import CompileChoice, choose_pointwise
 from shardwright.telemetry.event_log import StepEvent, read_events
@@ -134,7 +134,9 @@ def test_a_run_logs_its_functions_once_and_records_them(
         kind = "compiled" if setting == "compiled" else "none"
         assert json.loads(folder.plan_path.read_text())["fused_pointwise"]["kind"] == kind
         assert load_recipe(folder.recipe_path).model.fused_pointwise == kind
-        assert bool(operators.compiled_formulas) == (kind == "compiled")
+        compiled = {formula for formula, *_ in operators.compiled_formulas}
+        assert bool(compiled) == (kind == "compiled")
+        assert (formulas.differentiate_token_losses in compiled) == (kind == "compiled")
         events = read_events(Path(recipe.run.dir) / "events.jsonl")
         losses.append([each.loss for each in events if isinstance(each, StepEvent)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
