@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,8 +27,6 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Bounds, RankGrid
 from shardwright.model.attention import fused_attention
 from shardwright.model.decoder import Decoder
-from shardwright.model.pointwise.operators import differentiate_token_losses
-from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.offload import OffloadedOptimizer, ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer
@@ -46,7 +43,7 @@ from shardwright.rehearsal.fake_offload import (
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
-from shardwright.training.setup import install_activation_offload
+from shardwright.training.setup import build_chunked_loss, install_activation_offload
 from shardwright.training.step import (
     TOKEN_OBJECTIVE,
     Objective,
@@ -291,11 +288,7 @@ def _build_model(
         decoder = Decoder(
             plan.shape,
             attention=choose_rehearsed_attention(recipe, device.type),
-            loss_function=partial(
-                chunked_cross_entropy,
-                chunk_tokens=recipe.model.smallest_loss_chunk,
-                fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
-            ),
+            loss_function=build_chunked_loss(recipe, plan),
             compute_dtype=precision.compute,
         )
     if is_frozen:

@@ -131,6 +131,11 @@ def build_model(
 def _build_loss_function(recipe: Recipe, plan: Plan) -> LossFunction:
     if recipe.model.loss_kernel == "liger":
         return liger_cross_entropy
+    return build_chunked_loss(recipe, plan)
+
+
+def build_chunked_loss(recipe: Recipe, plan: Plan) -> LossFunction:
+    """Build the loss in chunks, whose passes over logits are one where functions are compiled."""
     return partial(
         chunked_cross_entropy,
         chunk_tokens=recipe.model.smallest_loss_chunk,
