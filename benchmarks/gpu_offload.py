@@ -4,7 +4,8 @@
 
 Each variant is a process of its own that trains the same random model on the same tokens. Its step
 is compared with the longer one of the resident step and of its transfers at the rates of pinned
-copies, measured in the same process: a ratio of 1 means that the shorter one is hidden.
+copies, measured in the same process: a ratio of 1 means that the shorter one is hidden. A step ends
+when the host has read the norm, so that an update counts in the step whose passes it overlaps with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.case import Case, make_tokens, read_model_config, select_batch
@@ -85,19 +87,20 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    losses: list[float] = []
-    seconds: list[float] = []
+    losses = []
+    ends: list[float] = []
     counts = TransferCounts()
     for step in range(WARM_UP_STEPS + arguments.steps):
-        ids_BT = select_batch(tokens, case, step, 0)
-        batch = make_batch(ids_BT)
-        wait(device)
-        start_seconds = time.perf_counter()
-        loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
-        update_parameters(state.model, state.optimizer, learning_rate=1e-5, max_grad_norm=1.0)
-        wait(device)
-        seconds.append(time.perf_counter() - start_seconds)
-        losses.append(loss.mean())
+        batch = make_batch(select_batch(tokens, case, step, 0))
+        losses.append(accumulate_gradients(state.model, [batch], seed=0, step=step))
+        update_parameters(
+            state.model,
+            state.optimizer,
+            learning_rate=1e-5,
+            max_grad_norm=1.0,
+            overlaps_forward=True,
+        )
+        ends.append(time.perf_counter())
         counts = TransferCounts()
         for user in (
             state.optimizer if isinstance(state.optimizer, OffloadedOptimizer) else None,
@@ -106,11 +109,15 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
         ):
             if user is not None:
                 counts = add_counts(counts, user.pop_counts())
+    state.wait_for_update()
+    wait(device)
     state.close_offloads()
     is_cuda = device.type == "cuda"
     return {
-        "step_seconds": statistics.median(seconds[WARM_UP_STEPS:]),
-        "losses": losses,
+        "step_seconds": statistics.median(
+            end - start for start, end in pairwise(ends[WARM_UP_STEPS - 1 :])
+        ),
+        "losses": [loss.mean() for loss in losses],
         "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else None,
         "read_bytes": counts.read_bytes,
         "written_bytes": counts.written_bytes,

@@ -8,7 +8,6 @@ from shardwright.offload.activation_offload import (
 from shardwright.offload.offloaded_optimizer import (
     OffloadedOptimizer,
     describe_offload,
-    describe_transfers,
     offload_optimizer,
 )
 from shardwright.offload.parameter_offload import (
@@ -17,7 +16,8 @@ from shardwright.offload.parameter_offload import (
     describe_parameter_offload,
 )
 from shardwright.offload.shard_offload import ShardOffload
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import TransferCounts, describe_transfers
+from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.offload.weight_offload import (
     WeightOffload,
     build_weight_offload,

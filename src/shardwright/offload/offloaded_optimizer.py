@@ -9,6 +9,7 @@ stay where they are (docs/decisions/0078-offloaded-optimizer.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from shardwright.offload.store import (
     TransferCounts,
     TransferReporter,
 )
+from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.optim.sharded_optimizer import (
     GradientListener,
     Moment,
@@ -70,6 +72,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         device: torch.device,
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
+        overlap: UpdateOverlap | None = None,
     ) -> None:
         """
         Args:
@@ -81,18 +84,26 @@ class OffloadedOptimizer(ShardedOptimizer):
             device: Device of parameters and gradients.
             has_host_update: True to update on the host what is on a CUDA device.
             parameters: Brings parameters and gradients that are elsewhere.
+            overlap: Lets each module wait for the update of its own weights. Otherwise, and after
+                `wait_for_update`, the device waits for the whole update.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
+        assert overlap is None or not optimizer.has_collectives, "its update ends with the last one"
         super().__init__(optimizer.param_groups, {}, model)
         self.rule = get_rule(optimizer)
         self.optimizer: PiecewiseOptimizer = optimizer
         self.device = device
         self._parameters = parameters
+        self._overlap = overlap
         self._members = {
             name: (parameter, group)
             for group in self.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
+        if overlap is not None:
+            self._members = {
+                name: self._members[name] for name in sorted(self._members, key=overlap.get_unit)
+            }
         self._partition = partition_state(
             [self._describe(name) for name in self._members],
             bucket_bytes if optimizer.is_divisible else 1 << 62,
@@ -176,6 +187,7 @@ class OffloadedOptimizer(ShardedOptimizer):
 
         Reading them saves, and writing into them loads, without a copy of the state in memory.
         """
+        self.wait_for_update()
         self._stream.write_back()
         name = self.parameter_names[parameter]
         tensors = {}
@@ -194,6 +206,18 @@ class OffloadedOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter, bucket by bucket. Collective if the optimizer's step is."""
         assert closure is None
+        with nullcontext() if self._overlap is None else self._overlap.launch():
+            self._update()
+
+    def wait_for_update(self) -> None:
+        """Make the device wait for the update before what follows on the current stream.
+
+        Required before weights, moments or step counts are read or written outside a pass.
+        """
+        if self._overlap is not None:
+            self._overlap.wait()
+
+    def _update(self) -> None:
         for (name, first_row), count in self._step_counts.items():
             if first_row:
                 count.copy_(self.state[self._members[name][0]]["step"])
@@ -220,11 +244,25 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self.optimizer.update_pieces(pieces)
             else:
                 self._update_on_host(self._host_update, pieces)
+            if self._overlap is not None:
+                self._end_bucket(self._overlap, pieces)
         self.optimizer.finish_update()
         if self._host_update is not None:
             self._host_update.end_update()
         if self._parameters is not None:
             self._parameters.finish_update()
+
+    def _end_bucket(self, overlap: UpdateOverlap, pieces: Sequence[ParameterPiece]) -> None:
+        """Tell the overlap which parameters of a bucket are complete; keep their gradients."""
+        names = [piece.name for piece in pieces]
+        parameters = [self._members[name][0] for name in names]
+        complete = [
+            parameter
+            for parameter, piece in zip(parameters, pieces, strict=True)
+            if (piece.first_element or 0) + piece.local.numel()
+            == get_local_tensor(parameter.detach()).numel()
+        ]
+        overlap.end_bucket(names, complete, [parameter.grad for parameter in parameters])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those on the host and on disk too."""
@@ -275,6 +313,7 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     def close(self) -> None:
         """Discard the state and free the store. No step may follow."""
+        self.wait_for_update()
         self._stream.close()
 
 
@@ -286,6 +325,7 @@ def offload_optimizer(
     device: torch.device,
     default_folder: Path,
     parameters: ParameterOffload | None = None,
+    overlap: UpdateOverlap | None = None,
 ) -> OffloadedOptimizer:
     """Move the states of an optimizer that has taken no step to the section's tier.
 
@@ -293,6 +333,7 @@ def offload_optimizer(
         section: Its `update_on` is `device` or `host`; `auto` is the device.
         default_folder: Folder of the scratch file if the section names none.
         parameters: Brings parameters and gradients that are elsewhere.
+        overlap: Lets the next forward pass begin during the update.
 
     Raises:
         OffloadFailed: the disk has not enough space, or cannot be written.
@@ -322,6 +363,7 @@ def offload_optimizer(
         device=device,
         has_host_update=has_host_update,
         parameters=parameters,
+        overlap=overlap,
     )
     if offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)
@@ -343,25 +385,3 @@ def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str
             "of pinned copies of weights and gradients"
         )
     return line
-
-
-def describe_transfers(counts: TransferCounts, num_steps: int, subject: str = "states") -> str:
-    """Describe the transfers of a run in one line, with the share that work has hidden.
-
-    A store without threads (host memory) has no times: a device waits for its copies, not the host.
-    """
-    line = f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read"
-    rates = []
-    if counts.reading_seconds:
-        rates.append(f"{format_bytes(counts.read_bytes / counts.reading_seconds)}/s")
-    if counts.written_bytes:
-        line += f" and {format_bytes(counts.written_bytes / num_steps)} written"
-    if counts.writing_seconds:
-        rates.append(f"{format_bytes(counts.written_bytes / counts.writing_seconds)}/s")
-    line += " per step"
-    if not rates:
-        return line
-    # Both directions run at the same time.
-    seconds = max(counts.reading_seconds, counts.writing_seconds)
-    hidden = max(0.0, 1.0 - counts.waiting_seconds / seconds)
-    return f"{line}, at {' and '.join(rates)}; {hidden:.0%} of the transfer time was hidden"

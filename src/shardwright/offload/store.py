@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
+from shardwright.units import format_bytes
 
 
 @dataclass
@@ -51,6 +52,28 @@ class TransferReporter:
         since = counts.subtract(self._reported)
         self._reported = replace(counts)
         return since
+
+
+def describe_transfers(counts: TransferCounts, num_steps: int, subject: str = "states") -> str:
+    """Describe the transfers of a run in one line, with the share that work has hidden.
+
+    A store without threads (host memory) has no times: a device waits for its copies, not the host.
+    """
+    line = f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read"
+    rates = []
+    if counts.reading_seconds:
+        rates.append(f"{format_bytes(counts.read_bytes / counts.reading_seconds)}/s")
+    if counts.written_bytes:
+        line += f" and {format_bytes(counts.written_bytes / num_steps)} written"
+    if counts.writing_seconds:
+        rates.append(f"{format_bytes(counts.written_bytes / counts.writing_seconds)}/s")
+    line += " per step"
+    if not rates:
+        return line
+    # Both directions run at the same time.
+    seconds = max(counts.reading_seconds, counts.writing_seconds)
+    hidden = max(0.0, 1.0 - counts.waiting_seconds / seconds)
+    return f"{line}, at {' and '.join(rates)}; {hidden:.0%} of the transfer time was hidden"
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Bounds, ParameterBox, ParameterLayout
@@ -129,6 +129,7 @@ class PiecewiseOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
     is_divisible: bool
+    has_collectives: bool
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -168,6 +169,13 @@ class UpdatePart:
 
     names: frozenset[str]
     end: Callable[[], None]
+
+
+class UpdateUnit(NamedTuple):
+    """Parameters that a forward pass reads together, and the modules that read them."""
+
+    names: frozenset[str]
+    modules: tuple[nn.Module, ...]
 
 
 class UpdateByPiece:

@@ -47,7 +47,7 @@ def store_shards(
     for module in decoder.modules():
         if module not in in_blocks:
             module.to_empty(device=device, recurse=False)
-    units = _list_units(fsdp_modules)
+    units = list_block_groups(fsdp_modules)
     for unit, (blocks, groups) in units.items():
         for block in blocks:
             block.to_empty(device=device)
@@ -75,10 +75,10 @@ def store_shards(
             _bring_before_gather(group, unit, offload, [item.parameter for item in weights])
 
 
-def _list_units(
+def list_block_groups(
     fsdp_modules: Sequence[FSDPModule],
 ) -> dict[int, tuple[list[Block], list[Any]]]:
-    """Return the blocks and FSDP2's groups of each unit, by the index of its first layer."""
+    """Return the blocks and groups that FSDP2 gathers together, by the index of the first layer."""
     units: dict[int, tuple[list[Block], list[Any]]] = {}
     unit_of_module: dict[nn.Module, int] = {}
     groups = [group for module in fsdp_modules for group in list_parameter_groups(module)]

@@ -13,7 +13,12 @@ from shardwright.config.training import should_cast_once
 from shardwright.layout import Layout
 from shardwright.layout.degrees import DEEP_EP_ROW_UNIT
 from shardwright.layout.saved_results import LayerResults
-from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel, OptimizerKind
+from shardwright.planner.engine_model import (
+    OPTIMIZER_COSTS,
+    SHARDWRIGHT_ENGINE,
+    EngineModel,
+    OptimizerKind,
+)
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.low_precision import ScaledShares
 from shardwright.planner.model_costs import ParameterElements
@@ -191,6 +196,22 @@ class Candidate:
         """Value of `offload.optimizer` in a recipe."""
         return next(
             (tier for tier, kind in OPTIMIZER_OFFLOADS.items() if kind == self.offload), "none"
+        )
+
+    @property
+    def overlaps_update(self) -> bool:
+        """True if a forward pass begins during the update of offloaded states, as
+        `update_place.find_overlap_obstacle` says."""
+        shares = self.quantised_shares
+        has_weight_maxima = shares is not None and shares.spanning is not None
+        return (
+            self.engine.overlaps_offloaded_update
+            and self.optimizer_tier == "host"
+            and not self.is_updated_on_host
+            and (self.parameter_offload == "none" or self.adapter is not None)
+            and self.can_offload_trained
+            and OPTIMIZER_COSTS[self.optimizer].can_update_on_host
+            and not (has_weight_maxima and self.layout.tp > 1)
         )
 
     @property

@@ -198,6 +198,11 @@ class EngineModel:
         return max(update_seconds, state_bytes / rate)
 
     @property
+    def overlaps_offloaded_update(self) -> bool:
+        """True if each module waits for the update of its own weights only."""
+        return True
+
+    @property
     def has_gradient_buffers(self) -> bool:
         """True if buffers of unsharded gradients persist for the whole run."""
         return False

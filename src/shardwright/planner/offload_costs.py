@@ -78,6 +78,21 @@ def compute_host_update_seconds(
     return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
 
 
+def compute_exposed_update_seconds(
+    update_seconds: float, first_share: float, forward_seconds: float, num_layers: int
+) -> float:
+    """Compute the seconds by which an update extends the forward pass that follows it.
+
+    The first layer begins when its own update ends, the last one when all of it has ended.
+
+    Args:
+        first_share: Share of the update that the first layer waits for.
+        forward_seconds: Time of the forward pass of a micro-batch, without the update.
+    """
+    hidden_seconds = forward_seconds * (num_layers - 1) / num_layers
+    return max(first_share * update_seconds, update_seconds - hidden_seconds)
+
+
 def sum_tier_bytes(
     candidate: Candidate, *, optimizer: float, parameters: float, activations: float
 ) -> dict[str, float]:

@@ -70,8 +70,10 @@ class RunCheckpointer:
     def collect_tensors(self) -> dict[str, ParameterShard]:
         """Collect this rank's part of every tensor: weights `model.*`, states `optimizer.*`.
 
-        Under adapters the base is left out; `run.base` in the values identifies it.
+        Under adapters the base is left out; `run.base` in the values identifies it. The update has
+        ended before what follows on the current stream.
         """
+        self.state.wait_for_update()
         model = self.state.model
         adapted = self.context.validated_run.shape.adapters is not None
         named = dict(model.named_parameters())

@@ -151,6 +151,8 @@ class TrainingLoop:
             self._launched = result if self._may_finish_later(result) and not should_stop else None
             if self._launched is None:
                 should_stop |= self._finish_step(result)
+            if should_stop or self.policy.may_act(state.step, result.update):
+                state.wait_for_update()
             garbage_collection.collect_if_due(state.step)
             loss = self.policy.apply(result.loss, result.update, should_stop=should_stop)
             if loss is not None:
@@ -257,6 +259,7 @@ class TrainingLoop:
             rows_beyond_limit=loss.rows_beyond_limit,
             read_along=tuple(numbers.values()),
             times=self.rank_metrics.step_times,
+            overlaps_forward=True,
         )
         return updated, dict(zip(numbers, updated.read_values, strict=True))
 

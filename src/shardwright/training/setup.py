@@ -37,6 +37,7 @@ from shardwright.offload import (
     OffloadedOptimizer,
     ParameterOffload,
     ShardOffload,
+    UpdateOverlap,
     WeightOffload,
     build_activation_offload,
     build_parameter_offload,
@@ -52,8 +53,9 @@ from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import install_recompute
+from shardwright.parallel.update_units import list_update_units, wait_before_gathers
 from shardwright.parallel.zero_mask import keep_zeros
-from shardwright.planner.update_place import choose_update_place
+from shardwright.planner.update_place import choose_update_place, find_overlap_obstacle
 from shardwright.plans import Plan
 from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
@@ -270,7 +272,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
-        optimizer = _offload_states(recipe, optimizer, model, device, weight_offload)
+        optimizer = _offload_states(validated_run, optimizer, model, weight_offload)
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(
@@ -288,28 +290,47 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
 
 
 def _offload_states(
-    recipe: Recipe,
+    validated_run: ValidatedRun,
     optimizer: torch.optim.Optimizer,
     model: ParallelModel,
-    device: torch.device,
     weight_offload: WeightOffload | ParameterOffload | None,
 ) -> OffloadedOptimizer:
     """Move the optimizer's states to the recipe's tier, and log where the update runs."""
+    recipe = validated_run.recipe
+    device = model.device
     choice = choose_update_place(recipe)
+    parameters = weight_offload if isinstance(weight_offload, ParameterOffload) else None
+    overlap = None
+    if device.type == "cuda":
+        logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
+        obstacle = find_overlap_obstacle(
+            validated_run.plan, recipe, has_weight_maxima=model.weight_maxima is not None
+        )
+        if obstacle is None:
+            overlap = overlap_update(model)
+            logger.info("offload: the next forward pass begins during the update")
+        else:
+            logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
+    elif recipe.offload.update_on == "host":
+        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
     offloaded = offload_optimizer(
         optimizer,
         recipe.offload.model_copy(update={"update_on": choice.place}),
         model,
         device=device,
         default_folder=RunFolder.from_recipe(recipe).path,
-        parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
+        parameters=parameters,
+        overlap=overlap,
     )
     logger.info("%s", describe_offload(offloaded, device))
-    if device.type == "cuda":
-        logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
-    elif recipe.offload.update_on == "host":
-        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
     return offloaded
+
+
+def overlap_update(model: ParallelModel) -> UpdateOverlap:
+    """Let each module, and each gather, wait for the update of its own weights only."""
+    overlap = UpdateOverlap(list_update_units(model), model.decoder.working_weights, model.device)
+    wait_before_gathers(model, overlap.wait_on)
+    return overlap
 
 
 def offload_activations(

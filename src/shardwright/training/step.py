@@ -349,6 +349,7 @@ def update_parameters(
     rows_beyond_limit: Tensor | None = None,
     read_along: Sequence[Tensor] = (),
     times: StepTimes | None = None,
+    overlaps_forward: bool = False,
 ) -> StepUpdate:
     """Clip the gradients, update the parameters and drop the gradients.
 
@@ -365,6 +366,8 @@ def update_parameters(
             nothing else changes. Required while exchanges are padded.
         read_along: Tensors to read in the same copy as the norm.
         times: Receives the mark of the optimizer.
+        overlaps_forward: True if only forward passes read weights before
+            `OffloadedOptimizer.wait_for_update` is called. They may begin during the update then.
 
     Raises:
         ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
@@ -413,6 +416,8 @@ def update_parameters(
         if isinstance(optimizer, UpdateByPiece) and model.early_gathers is not None:
             optimizer.update_parts = model.early_gathers.parts
         optimizer.step()
+        if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
+            optimizer.wait_for_update()
         if router_table is not None:
             update_balance_biases(model.decoder, router_table)
     optimizer.zero_grad(set_to_none=True)

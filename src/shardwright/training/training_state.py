@@ -38,6 +38,14 @@ class TrainingState:
     weight_offload: WeightOffload | ParameterOffload | None = None
     """Weights of blocks in a slower tier, with adapters the frozen ones; None if none move."""
 
+    def wait_for_update(self) -> None:
+        """Make the device wait for an update that overlaps with the next forward pass.
+
+        Required before weights, moments or step counts are read or written outside a pass.
+        """
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.wait_for_update()
+
     def close_offloads(self) -> None:
         """End all transfers and free the memory or the files of the slower tiers."""
         if isinstance(self.optimizer, OffloadedOptimizer):

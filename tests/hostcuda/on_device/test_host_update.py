@@ -25,6 +25,7 @@ from shardwright.optim import build_optimizer, collect_optimizer_tensors, collec
 from shardwright.parallel.gradient_watch import GradientWatch
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training.run import train as run_training
+from shardwright.training.setup import overlap_update
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device
@@ -32,6 +33,8 @@ from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_ba
 from tests.unit.training.test_offload_run import build_run, read_checkpoints
 
 NUM_STEPS = 4
+OVERLAPPED = "overlapped"
+"""Updated on the device during the next forward pass."""
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
@@ -89,10 +92,22 @@ def _train_on(
         model=model,
     )
     if tier != "none":
+        is_overlapped = tier == OVERLAPPED
         section = OffloadSection.model_validate(
-            {"optimizer": tier, "buffer_bytes": 16384, "update_on": "host"}
+            {
+                "optimizer": "host" if is_overlapped else tier,
+                "buffer_bytes": 16384,
+                "update_on": "device" if is_overlapped else "host",
+            }
         )
-        optimizer = offload_optimizer(optimizer, section, model, device=cuda, default_folder=folder)
+        optimizer = offload_optimizer(
+            optimizer,
+            section,
+            model,
+            device=cuda,
+            default_folder=folder,
+            overlap=overlap_update(model) if is_overlapped else None,
+        )
     data_rank = RankGrid(case.layout).data_rank(rank)
     outcome = Outcome()
     for step in range(NUM_STEPS):
@@ -108,6 +123,7 @@ def _train_on(
                 learning_rate=LEARNING_RATE,
                 max_grad_norm=max_grad_norm,
                 router_table=loss.router_table,
+                overlaps_forward=True,
             )
         assert update.is_skipped == (step == 2)
         outcome.waits.append(sum(log.values()) - before_update)
@@ -118,7 +134,7 @@ def _train_on(
     }
     outcome.values = collect_optimizer_values(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
-        assert optimizer.host_update is not None
+        assert (optimizer.host_update is None) == (tier == OVERLAPPED)
         outcome.num_buckets = optimizer.num_buckets
         optimizer.close()
     assert not device.list_violations()
@@ -177,8 +193,11 @@ ranks and pipelines complete them after it."""
 
 def compare_on_rank(case: Case, folder: Path) -> tuple[list[str], int]:
     """Compare this rank's runs; return what differs, and the gradients that left early."""
+    expected = train(case, folder, "none")
     got = train(case, folder, "host")
-    return find_differences(train(case, folder, "none"), got), got.num_early
+    overlapped = train(case, folder, OVERLAPPED)
+    differences = find_differences(expected, got) + find_differences(expected, overlapped)
+    return differences, got.num_early
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

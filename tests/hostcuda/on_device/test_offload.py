@@ -4,6 +4,7 @@ ordered by events, without a wait of the host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,47 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.layout import Layout
-from shardwright.offload import OffloadedOptimizer, offload_optimizer
+from shardwright.offload import OffloadedOptimizer, UpdateOverlap, offload_optimizer
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
+from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
+from shardwright.training.run import train as run_training
+from shardwright.training.setup import overlap_update
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
+from tests.unit.training.test_offload_run import build_run, read_checkpoints
 
 NUM_STEPS = 5
-RULES = ("adamw", "muon", "sgd")
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
+    "muon": {"name": "muon"},
+    "sgd": {"name": "sgd", "momentum": 0.9},
+}
+OVERLAPPED = "overlapped"
+"""Moments in host memory, and an update that overlaps with the next forward pass."""
 
 
-def train(
-    folder: Path, rule: str, tier: str
-) -> tuple[dict[str, Tensor], dict[str, Any], int, list[int]]:
-    """Return weights and moments, values, buckets, and the host's waits in each update."""
-    section: dict[str, Any] = {"name": rule} | ({"momentum": 0.9} if rule == "sgd" else {})
-    case = Case(Layout(), sections={"optimizer": section})
+@dataclass
+class Outcome:
+    """Weights, moments and counts of a run, and what its steps did."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    num_buckets: int = 0
+    waits: list[int] = field(default_factory=list)
+    """The host's waits in each update."""
+    peak_bytes: int = 0
+    """Largest memory of the last three steps."""
+
+
+def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
+    """Train a few steps; with a tier, or `OVERLAPPED`, the moments are offloaded."""
+    case = Case(Layout(), kind=kind, sections={"optimizer": RULES[rule]})
     recipe = case.make_recipe()
     cuda = torch.device("cuda", 0)
     model = build_model(case, recipe, case.layout, cuda)
@@ -41,39 +64,124 @@ def train(
         model=model,
     )
     if tier != "none":
-        offload = OffloadSection.model_validate({"optimizer": tier, "buffer_bytes": 16384})
-        optimizer = offload_optimizer(optimizer, offload, model, device=cuda, default_folder=folder)
-    waits = []
+        offload = OffloadSection.model_validate(
+            {"optimizer": tier if tier == "disk" else "host", "buffer_bytes": 16384}
+        )
+        overlap = overlap_update(model) if tier == OVERLAPPED else None
+        optimizer = offload_optimizer(
+            optimizer, offload, model, device=cuda, default_folder=folder, overlap=overlap
+        )
+    outcome = Outcome()
     for step in range(NUM_STEPS):
+        if step == NUM_STEPS - 3:
+            torch.cuda.reset_peak_memory_stats()
         batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
         accumulate_gradients(model, batches, seed=0, step=step)
         with device.log_synchronisations() as log:
-            update_parameters(model, optimizer, learning_rate=LEARNING_RATE, max_grad_norm=0.5)
-        waits.append(sum(log.values()))
+            update_parameters(
+                model,
+                optimizer,
+                learning_rate=LEARNING_RATE,
+                max_grad_norm=0.5,
+                overlaps_forward=True,
+            )
+        outcome.waits.append(sum(log.values()))
+    outcome.peak_bytes = torch.cuda.max_memory_allocated()
     named = dict(model.named_parameters())
     tensors = named | collect_optimizer_tensors(optimizer, named.items())
-    result = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
-    values = collect_optimizer_values(optimizer)
-    num_buckets = 0
+    outcome.tensors = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+    outcome.values = collect_optimizer_values(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
-        num_buckets = optimizer.num_buckets
+        outcome.num_buckets = optimizer.num_buckets
         optimizer.close()
     assert not device.list_violations()
-    return result, values, num_buckets, waits
+    return outcome
+
+
+def find_differences(expected: Outcome, got: Outcome) -> list[str]:
+    return [
+        key for key, tensor in expected.tensors.items() if not torch.equal(tensor, got.tensors[key])
+    ] + ["values"] * (expected.values != got.values)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_offloaded_states_have_the_bits_of_resident_ones_and_the_host_does_not_wait(
     tmp_path: Path, rule: str
 ) -> None:
-    expected, expected_values, _, resident_waits = train(tmp_path, rule, "none")
-    for tier in ("host", "disk"):
-        got, values, num_buckets, waits = train(tmp_path, rule, tier)
-        assert values == expected_values
-        assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
-        assert num_buckets > 20
-        if tier == "host":
-            assert waits == resident_waits
+    expected = train(tmp_path, rule, "none")
+    for tier in ("host", "disk") + (() if rule == "muon" else (OVERLAPPED,)):
+        got = train(tmp_path, rule, tier)
+        assert find_differences(expected, got) == []
+        assert got.num_buckets > 20
+        if tier != "disk":
+            assert got.waits == expected.waits
+
+
+def test_an_overlapped_update_casts_working_weights_and_needs_no_further_memory(
+    tmp_path: Path,
+) -> None:
+    expected = train(tmp_path, "adamw", "host", kind="bf16")
+    got = train(tmp_path, "adamw", OVERLAPPED, kind="bf16")
+    assert find_differences(expected, got) == []
+    assert got.peak_bytes <= expected.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("_wait_for_unit", "missing event"),
+        ("wait", "missing event"),
+        ("gradients", "record_stream"),
+    ],
+)
+def test_passes_and_readers_wait_for_an_overlapped_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
+) -> None:
+    """A pass, or a reader, that does not wait for the update, and gradients freed too early."""
+    if method == "gradients":
+        end_bucket = UpdateOverlap.end_bucket
+
+        def forget(self: UpdateOverlap, unit: int, complete: Any, gradients: Any) -> None:
+            end_bucket(self, unit, complete, ())
+
+        monkeypatch.setattr(UpdateOverlap, "end_bucket", forget)
+    else:
+        monkeypatch.setattr(UpdateOverlap, method, lambda *_: None)
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        train(tmp_path, "adamw", OVERLAPPED)
+    device.list_violations()  # those of the interrupted run
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_saves_and_evaluations_between_steps_wait_for_the_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rule: str
+) -> None:
+    found = []
+    for tier in ("none", "host"):
+        recipe = build_run(tmp_path, f"{rule}-{tier}", tier, max_steps=7)
+        sections = {
+            "optimizer": RULES[rule],
+            "checkpoint": {"every_steps": 3, "keep_last": 9},
+            "evaluation": {"every_steps": 2},
+            "run": {"dir": str(tmp_path / f"{rule}-{tier}"), "device": "cuda"},
+        }
+        with caplog.at_level("INFO", logger="shardwright"):
+            run_training(
+                Recipe.model_validate(recipe.model_dump(mode="json", exclude_unset=True) | sections)
+            )
+        events = read_events(tmp_path / f"{rule}-{tier}")
+        evaluations = [event.loss for event in events.filter_by_type(EvaluationEvent)]
+        losses = [event.loss for event in events.filter_by_type(StepEvent)]
+        found.append((read_checkpoints(tmp_path / f"{rule}-{tier}"), evaluations, losses))
+    assert found[0] == found[1]
+    assert (len(found[0][0]), len(found[0][1]), len(found[0][2])) == (5, 4, 7)
+    line = (
+        "begins during the update"
+        if rule == "adamw"
+        else "waits for the update, because muon needs whole matrices"
+    )
+    assert any(line in message for message in caplog.messages)
+    assert not device.list_violations()
 
 
 def test_the_states_are_in_pinned_memory_and_not_on_the_device(tmp_path: Path) -> None:

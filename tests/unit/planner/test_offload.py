@@ -72,11 +72,30 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
         assert resident.memory.total - prediction.memory.total >= 0.9 * STATE_BYTES
         assert prediction.candidate.is_runnable
     assert resident.time.optimizer < host.time.optimizer < disk.time.optimizer
-    assert host.time.optimizer == pytest.approx(STATE_BYTES / 25e9, rel=0.01)
+    hidden_seconds = STATE_BYTES / 25e9 - host.time.optimizer
+    assert 0.3 < hidden_seconds / host.time.compute < 0.45  # that of the forward pass
     # Two buffers keep their moments.
     moving_bytes = disk.memory.offloaded - 2 * 64 * 2**20
     assert disk.time.optimizer == pytest.approx(moving_bytes / 1e9, rel=1e-4)
     assert host.time.compute == resident.time.compute
+
+
+def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
+    sections: dict[str, Any] = {"offload": {"optimizer": "host"}}
+    candidate = replace(build_template(build_recipe(**sections)), micro_batch_size=512)
+    facts = get_model_facts(read_planning_shape(build_recipe()))
+    predicted = Predictor(facts, parse_cluster("1xH100-80GB"), Efficiency()).predict(candidate).time
+    assert predicted.compute / 3 > STATE_BYTES / 25e9
+    first_elements = (NUM_PARAMETERS - 2 * 32000 * 4096) / 28 + 32000 * 4096
+    assert predicted.optimizer == pytest.approx(first_elements * 8 / 25e9, rel=0.01)
+    for changed in (
+        {"optimizer": {"name": "adafactor"}},
+        {"offload": {"optimizer": "disk"}},
+        {"offload": {"optimizer": "host", "parameters": "host"}},
+        {"offload": {"optimizer": "host", "update_on": "host"}},
+    ):
+        assert not build_template(build_recipe(**sections | changed)).overlaps_update
+    assert not replace(candidate, can_offload_trained=False).overlaps_update  # zeros are kept
 
 
 RATES = TierRates(

@@ -5,13 +5,14 @@ block is recomputed. A working weight is a buffer next to its parameter. The par
 the optimizer, DDP and checkpoints know, and takes the gradient, which is accumulated in its own
 dtype as before. A cast made once has the bits of a cast made at each use.
 
-A copy is cast again at the start of a forward pass if its parameter has changed. torch counts
-in-place changes, but not those of fused optimizers, so an update calls `mark_changed`.
+A copy is cast again at the start of a forward pass if its parameter has changed, or before it by
+an update that overlaps with the pass. torch counts in-place changes, but not those of fused
+optimizers, so an update calls `mark_changed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,14 +85,15 @@ class WorkingWeights:
         self._versions = [None] * len(self._masters)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Cast the parameters that have changed, in one call."""
+    def update(self, parameters: Collection[Tensor] | None = None) -> None:
+        """Cast those of the parameters (default: all) that have changed, in one call."""
+        chosen = None if parameters is None else set(map(id, parameters))
         stale = [
             index
             for index, (master, version) in enumerate(
                 zip(self._masters, self._versions, strict=True)
             )
-            if master._version != version
+            if master._version != version and (chosen is None or id(master) in chosen)
         ]
         if not stale:
             return

@@ -199,6 +199,10 @@ class FrameworkConventions(EngineModel):
         host_rate = _HOST_BYTES_PER_SECOND / num_local_ranks
         return host_bytes / host_rate + num_elements * 8 / rate
 
+    @property
+    def overlaps_offloaded_update(self) -> bool:
+        return False
+
     def count_live_elements(self, num_elements: float) -> float:
         return min(self.max_live_elements, num_elements)
 

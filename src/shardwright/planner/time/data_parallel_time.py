@@ -47,6 +47,21 @@ def count_updated_elements(costs: StepCosts, load: StageLoad) -> float:
     return layers.sharded + ends.sharded if zero >= 1 else layers.local + ends.local
 
 
+def count_first_elements(costs: StepCosts, load: StageLoad) -> float:
+    """Count the updated parameters that are used first: those of an embedding and of a layer.
+
+    With ZeRO embedding and head are gathered together.
+    """
+    num_layers = max(1, sum(load.layers))
+    if costs.candidate.adapter is not None:
+        return count_updated_elements(costs, load) / num_layers
+    layers, _, ends = _sum_rank_parameters(costs, load)
+    if costs.candidate.is_sharded:
+        return layers.sharded / num_layers + ends.sharded
+    embedding = costs.facts.count_elements(costs.candidate.layout).embedding
+    return layers.local / num_layers + load.has_embedding * embedding.local
+
+
 def compute_data_seconds(
     costs: StepCosts, load: StageLoad, forward_seconds: float, backward_seconds: float
 ) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from shardwright.planner.memory.moved_weights import compute_moved_weights
 from shardwright.planner.memory.parameter_memory import StageLoad, compute_working_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import (
+    compute_exposed_update_seconds,
     compute_host_update_seconds,
     compute_transfer_seconds,
     count_moving_moments,
@@ -27,6 +28,7 @@ from shardwright.planner.time.compute import compute_update_seconds, count_updat
 from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
+    count_first_elements,
     count_updated_elements,
 )
 from shardwright.planner.time.pipeline import PipelineStages
@@ -227,7 +229,7 @@ def _compute_rank_parts(
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
         offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
-        optimizer=_compute_update_seconds(costs, load, num_elements, backward)
+        optimizer=_compute_update_seconds(costs, load, num_elements, forward, backward)
         + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
         hidden_context=num_micro_batches * traffic.hidden_context,
@@ -245,9 +247,18 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
 
 
 def _compute_update_seconds(
-    costs: StepCosts, load: StageLoad, num_elements: float, backward_seconds: float
+    costs: StepCosts,
+    load: StageLoad,
+    num_elements: float,
+    forward_seconds: float,
+    backward_seconds: float,
 ) -> float:
-    """Compute the seconds of the update, with the transfers of offloaded states and weights."""
+    """Compute the seconds of the update, with the transfers of offloaded states and weights.
+
+    Args:
+        forward_seconds: Time of a micro-batch's forward pass, which may hide a part of it.
+        backward_seconds: Time of the last backward pass.
+    """
     candidate = costs.candidate
     profile = costs.network.cluster.profile
     seconds = compute_update_seconds(num_elements, candidate, costs.rates)
@@ -275,10 +286,18 @@ def _compute_update_seconds(
                 profile,
             ),
         )
-    return candidate.engine.compute_offloaded_update_seconds(
+    update_seconds = candidate.engine.compute_offloaded_update_seconds(
         seconds,
         num_elements,
         moments,
         get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
         costs.network.cluster.gpus_per_node,
+    )
+    if not candidate.overlaps_update:
+        return update_seconds
+    return compute_exposed_update_seconds(
+        update_seconds,
+        count_first_elements(costs, load) / num_elements,
+        forward_seconds,
+        max(1, sum(load.layers)),
     )
