@@ -42,7 +42,7 @@ def list_update_units(model: ParallelModel) -> list[UpdateUnit]:
             for modules, groups in _list_gathered(model)
         ]
     inputs = [module for module in (_find(decoder, "embedding"), decoder.positions) if module]
-    used: list[list[nn.Module]] = [inputs, *([block] for block in decoder.blocks)]
+    used = [inputs, *(list[nn.Module]([block]) for block in decoder.blocks)]
     units = [
         UpdateUnit(frozenset(names[p] for m in modules for p in m.parameters()), tuple(modules))
         for modules in used
