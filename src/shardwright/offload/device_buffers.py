@@ -1,10 +1,10 @@
 """Staging buffers on a CUDA device, filled and emptied on copy streams of their own.
 
-[Note: order of copies] The update of a bucket runs on the training stream. It waits for the copy
-that `copy_in` launches. The copy that `copy_out` launches waits for the update, and a buffer is
-filled again only after that copy. The host waits for none of them. At the end of a step the
-training stream waits for the last copy to host memory. Code that synchronises with the training
-stream therefore finds the host memory complete.
+[Note: order of copies] The update of a bucket runs on the current stream: training's, or that of an
+update that overlaps with passes. It waits for the copy that `copy_in` launches. The copy that
+`copy_out` launches waits for the update, and a buffer is filled again only after that copy. The
+host waits for none of them. At the end of a step the update's stream waits for the last copy to
+host memory. Code that synchronises with it therefore finds the host memory complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeviceBuffers:
         self._stream_out = torch.cuda.Stream(device)
 
     def begin_step(self) -> None:
-        """Make the copies wait for all work that the training stream has so far."""
+        """Make the copies wait for all work that the current stream has so far."""
         self._stream_in.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy_in(self, bucket: StateBucket, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -72,7 +72,7 @@ class DeviceBuffers:
         return buffer.emptied
 
     def end_step(self) -> None:
-        """Make the training stream wait for the last copy to host memory."""
+        """Make the current stream wait for the last copy to host memory."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream_out)
 
     def synchronize(self) -> None:

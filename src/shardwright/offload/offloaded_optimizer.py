@@ -204,7 +204,10 @@ class OffloadedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter, bucket by bucket. Collective if the optimizer's step is."""
+        """Update every parameter, bucket by bucket. Collective if the optimizer's step is.
+
+        With an overlap the current stream has not waited for it (`wait_for_update`).
+        """
         assert closure is None
         with nullcontext() if self._overlap is None else self._overlap.launch():
             self._update()
