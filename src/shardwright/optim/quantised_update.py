@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.optim.code_places import CodePlaces, build_code_places, find_codes
 from shardwright.optim.exact_operations import CompileFunction, multiply_add, take_root
 
 _MAX_CHUNK_ELEMENTS = 1 << 22
@@ -44,6 +45,13 @@ class Tables(NamedTuple):
 
     signed: Tensor
     unsigned: Tensor
+
+
+class Places(NamedTuple):
+    """Places in the numbers where the codes of both tables begin."""
+
+    signed: CodePlaces
+    unsigned: CodePlaces
 
 
 class Factors(NamedTuple):
@@ -99,6 +107,16 @@ def build_tables(device: torch.device) -> Tables:
     )
 
 
+def build_places(device: torch.device) -> Places:
+    """Build the places of torchao's codes on a device."""
+    quantise = import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
+    places = (
+        build_code_places(table, partial(quantise, qmap=table))
+        for table in build_tables(torch.device("cpu"))
+    )
+    return Places(*(each._replace(entries=each.entries.to(device)) for each in places))
+
+
 def update_rows(rows: QuantisedRows, tables: Tables, factors: Factors, block_size: int) -> None:
     """Update rows `[R, C]` by separate operations, in place; their scales are `[R, K]`."""
     weights, gradient, mean_codes, mean_scales, square_codes, square_scales = rows
@@ -146,7 +164,7 @@ def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:
     return scales_RK.repeat_interleave(block_size, -1)[..., :width]
 
 
-def update_blocks(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+def update_blocks(rows: QuantisedRows, tables: Tables, places: Places, factors: Factors) -> None:
     """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it."""
     mean_NS = tables.signed[rows.mean_codes.int()] * rows.mean_scales[:, None]
     square_NS = tables.unsigned[rows.square_codes.int()] * rows.square_scales[:, None]
@@ -163,8 +181,8 @@ def update_blocks(rows: QuantisedRows, tables: Tables, factors: Factors) -> None
     weights_NS = rows.weights.float()
     weights_NS = weights_NS - factors.decay * weights_NS
     rows.weights.copy_(weights_NS - factors.lr * mean_unbiased_NS / denominator_NS)
-    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, tables.signed)
-    _write_blocks(square_NS, rows.square_codes, rows.square_scales, tables.unsigned)
+    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed)
+    _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned)
 
 
 def _interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
@@ -176,21 +194,18 @@ def _interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
     return multiply_add(difference, factor - 1, end)
 
 
-def _write_blocks(values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, table: Tensor) -> None:
-    """Write scales and codes as `_encode`, by the same binary search with 32-bit indices."""
+def _write_blocks(
+    values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, places: CodePlaces
+) -> None:
+    """Write scales and codes as `_encode`."""
     new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
-    scaled_NS = values_NS / new_scales_N[:, None]
-    found_NS = torch.zeros_like(scaled_NS, dtype=torch.int32)
-    for step in (128, 64, 32, 16, 8, 4, 2, 1):
-        found_NS = torch.where(scaled_NS >= table[found_NS + step], found_NS + step, found_NS)
-    next_NS = (found_NS + 1).clamp(max=255)
-    below_NS = table[found_NS]
-    is_nearer_next = scaled_NS - below_NS >= (table[next_NS] - below_NS) * 0.5
-    codes_NS.copy_(torch.where(is_nearer_next, next_NS, found_NS).to(torch.uint8))
+    codes_NS.copy_(find_codes(values_NS / new_scales_N[:, None], places))
     scales_N.copy_(new_scales_N)
 
 
-def _update_blocks_separately(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+def _update_blocks_separately(
+    rows: QuantisedRows, tables: Tables, _places: Places, factors: Factors
+) -> None:
     """Update whole blocks by separate operations, as `update_blocks`."""
     columns = rows._replace(
         mean_scales=rows.mean_scales[:, None], square_scales=rows.square_scales[:, None]
@@ -209,29 +224,30 @@ class QuantisedUpdate:
         self._block_size = block_size
         self._compile_function = compile_function
         self._tables: dict[torch.device, Tables] = {}
+        self._places: dict[torch.device, Places] = {}
 
     def apply(self, rows: QuantisedRows, factors: Factors) -> None:
         """Update rows `[R, C]` in place."""
-        tables = self._get_tables(rows.weights.device)
+        device = rows.weights.device
+        if device not in self._tables:  # copied there once
+            self._tables[device] = build_tables(device)
+        tables = self._tables[device]
         is_whole = rows.weights.shape[-1] % self._block_size == 0
         if is_whole and self._compile_function and rows.weights.numel() > self._block_size:
             update = self._compile_function(*self._describe(rows, factors))
             if update is not _update_blocks_separately:
                 blocks = QuantisedRows(*(self._to_blocks(tensor, rows) for tensor in rows))
-                is_cpu = rows.weights.device.type == "cpu"
+                if device not in self._places:
+                    self._places[device] = build_places(device)
+                places = self._places[device]
+                is_cpu = device.type == "cpu"
                 chunk_elements = _CPU_CHUNK_ELEMENTS if is_cpu else rows.weights.numel()
                 for part in _split(blocks, chunk_elements):
-                    update(_mark_varying(part), tables, factors)
+                    update(_mark_varying(part), tables, places, factors)
                 return
         # A few rows at a time, because decoded moments are wider than stored ones.
         for part in _split(rows, _MAX_CHUNK_ELEMENTS):
             update_rows(part, tables, factors, self._block_size)
-
-    def _get_tables(self, device: torch.device) -> Tables:
-        """Return the tables on a device; they are copied there once."""
-        if device not in self._tables:
-            self._tables[device] = build_tables(device)
-        return self._tables[device]
 
     def _to_blocks(self, tensor: Tensor, rows: QuantisedRows) -> Tensor:
         is_scales = tensor is rows.mean_scales or tensor is rows.square_scales
@@ -269,7 +285,7 @@ def _make_sample(
     block_size: int,
     constants: tuple[float, float, float],
     device: torch.device,
-) -> tuple[QuantisedRows, Tables, Factors]:
+) -> tuple[QuantisedRows, Tables, Places, Factors]:
     """Make blocks with moments of two updates, with gradients of all sizes and some zeros."""
     generator = torch.Generator().manual_seed(0)
     shape = (_SAMPLE_BLOCKS, block_size)
@@ -286,6 +302,7 @@ def _make_sample(
     betas = (1 - mean_weight, 1 - square_weight)
     group = {"lr": 3e-3, "betas": betas, "eps": eps, "weight_decay": 0.1}
     tables = build_tables(torch.device("cpu"))
+    places = build_places(device)
     # The same for all steps: added to a much larger number, rounding of the smaller one is lost.
     magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
     for step in (1, 2, 3):
@@ -296,6 +313,6 @@ def _make_sample(
             mean_weight=mean_weight, square_weight=square_weight
         )
         if step < 3:
-            _update_blocks_separately(rows, tables, factors)
+            _update_blocks_separately(rows, tables, places, factors)
     on_device = QuantisedRows(*(tensor.to(device) for tensor in rows))
-    return _mark_varying(on_device), build_tables(device), factors
+    return _mark_varying(on_device), build_tables(device), places, factors
