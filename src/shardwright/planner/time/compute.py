@@ -35,6 +35,8 @@ _NUM_FORWARD_OPERATIONS = 22
 _NUM_BACKWARD_OPERATIONS = 40
 """Operations of one block, forward and backward, that the host launches in eager mode."""
 _COMPILED_OPERATIONS_SHARE = 0.5
+_CLIP_BYTES = 8.0
+"""Bytes that clipping reads and writes per fp32 gradient in a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -439,4 +441,17 @@ def compute_update_seconds(num_elements: float, candidate: Candidate, rates: Dev
 def count_update_bytes(num_elements: float, candidate: Candidate) -> float:
     """Count the bytes that norm, clip and update read and write."""
     per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
+    if has_one_pass_update(candidate):
+        per_element -= _CLIP_BYTES
     return num_elements * per_element * candidate.master_bytes / 4
+
+
+def has_one_pass_update(candidate: Candidate) -> bool:
+    """Return True if the update itself clips gradients and writes working weights; where states or
+    trained weights are offloaded, it updates pieces of them and does neither."""
+    has_all = candidate.offload == "none" and (
+        candidate.parameter_offload == "none" or candidate.adapter is not None
+    )
+    return (
+        candidate.compiles_updates and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass
+    )

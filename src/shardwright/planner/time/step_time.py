@@ -23,7 +23,11 @@ from shardwright.planner.offload_costs import (
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import compute_update_seconds, count_update_bytes
+from shardwright.planner.time.compute import (
+    compute_update_seconds,
+    count_update_bytes,
+    has_one_pass_update,
+)
 from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
@@ -240,6 +244,8 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
     """Compute the seconds in which working weights are cast, once per step."""
     candidate = costs.candidate
     num_bytes = compute_working_bytes(costs.facts, candidate, load)
+    if has_one_pass_update(candidate):
+        return costs.rates.time_copy(num_bytes)
     read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(read_bytes + num_bytes)
 
