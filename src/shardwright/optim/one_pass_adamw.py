@@ -20,8 +20,9 @@ from torch import Tensor
 from shardwright.optim.exact_operations import CompileFunction, interpolate, multiply_add
 from shardwright.optim.sharded_optimizer import ParameterPiece, get_local_tensor
 
-_MIN_ELEMENTS = 1 << 16
-"""Elements from which a tensor is worth a kernel of its own; torch's updates a list in one."""
+_MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
+"""Elements from which a tensor is worth a call of its own, which takes the host about 0.1 ms;
+torch's kernel updates a list in one."""
 _CPU_VECTOR = 64
 """Elements of which a CPU's tensor must have a multiple: torch rounds a remainder otherwise."""
 _ALIGNMENT_BYTES = 16
@@ -177,7 +178,10 @@ class OnePassAdamW:
 def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:
     """Return a piece's tensors, flat; None if the one pass does not apply."""
     num_elements = piece.local.numel()
-    if num_elements < _MIN_ELEMENTS or (piece.local.is_cpu and num_elements % _CPU_VECTOR):
+    kind = piece.local.device.type
+    if kind not in _MIN_ELEMENTS or num_elements < _MIN_ELEMENTS[kind]:
+        return None
+    if kind == "cpu" and num_elements % _CPU_VECTOR:
         return None
     moments = (get_local_tensor(piece.state[key]) for key in ("exp_avg", "exp_avg_sq"))
     tensors = [piece.local, piece.gradient, *moments]
@@ -224,11 +228,12 @@ def _compute_rates_on_host(
     counts: Sequence[float], lr: float, constants: AdamWConstants
 ) -> Sequence[Tensor]:
     """Compute the rates as torch's kernel of a CPU, in fp64."""
-    rates = torch.zeros(len(counts), _RATES_PER_PARAMETER)
-    for row, count in zip(rates, counts, strict=True):
-        row[0] = lr / (1 - constants.beta1**count)
-        row[1] = math.sqrt(1 - constants.beta2**count)
-    return rates.unbind()
+    padding = [0.0] * (_RATES_PER_PARAMETER - 2)
+    rates = [
+        [lr / (1 - constants.beta1**count), math.sqrt(1 - constants.beta2**count), *padding]
+        for count in counts
+    ]
+    return torch.tensor(rates, dtype=torch.float32).unbind()
 
 
 def _compute_rates_on_device(

@@ -69,7 +69,7 @@ def test_the_one_pass_of_adamw_follows_torchs_kernel_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Step counts are on the device. Uncompiled, the formula rounds more often."""
-    monkeypatch.setattr(one_pass_adamw, "_MIN_ELEMENTS", 1)
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cuda", 1)
     formulas = []
 
     def take_formula(_name: str, formula: Any, _eager: Any, _make_sample: Any) -> Any:

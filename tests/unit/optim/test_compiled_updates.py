@@ -73,7 +73,7 @@ def require_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     if obstacle := find_compiler_obstacle(CPU):
         pytest.skip(obstacle)
     monkeypatch.setattr(quantised_update, "_CPU_CHUNK_ELEMENTS", 4000)
-    monkeypatch.setattr(one_pass_adamw, "_MIN_ELEMENTS", 4096)
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cpu", 4096)
     torch._dynamo.reset()
     counters.clear()
 

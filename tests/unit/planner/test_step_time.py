@@ -531,13 +531,18 @@ def test_a_compiled_update_clips_and_writes_working_weights_in_its_own_pass(
 ) -> None:
     facts = ModelFacts(models.read_shape("llama"))
     plain = Candidate(Layout(), 128, optimizer=optimizer, offload=offload, working_weights=True)
-    compiled = replace(plain, compiles_updates=True)
-    assert count_update_bytes(1.0, plain) - count_update_bytes(1.0, compiled) == clip_bytes
-    predictor = Predictor(facts, models.make_cluster(1), IDEAL)
+    compiled = replace(plain, compile_functions="auto")
+    cluster = models.make_cluster(1)
+    whole, reduced = (
+        count_update_bytes(1.0, each, cluster.accelerator) for each in (plain, compiled)
+    )
+    assert whole - reduced == clip_bytes
+    assert whole == count_update_bytes(1.0, compiled, replace(cluster.accelerator, kind="cpu"))
+    predictor = Predictor(facts, cluster, IDEAL)
     before, after = (predictor.predict(each).time.optimizer for each in (plain, compiled))
     if offload == "none":
         uncast = predictor.predict(replace(plain, working_weights=False)).time.optimizer
-        saved_clip = uncast * clip_bytes / count_update_bytes(1.0, plain)
+        saved_clip = uncast * clip_bytes / whole
         # A cast reads 4 bytes and writes 2.
         saved_cast = (before - uncast) * read_bytes / 6
         assert before - after == pytest.approx(saved_clip + saved_cast)

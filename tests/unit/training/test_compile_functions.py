@@ -48,7 +48,7 @@ def test_compiled_functions_do_not_change_a_run(
     if obstacle := find_compiler_obstacle(torch.device("cpu")):
         pytest.skip(obstacle)
     monkeypatch.setattr(nf4, "_fused_unpack", {})
-    monkeypatch.setattr(one_pass_adamw, "_MIN_ELEMENTS", 4096)
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cpu", 4096)
     numbers = []
     for setting in ("auto", True):
         caplog.clear()

@@ -244,7 +244,7 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
     """Compute the seconds in which working weights are cast, once per step."""
     candidate = costs.candidate
     num_bytes = compute_working_bytes(costs.facts, candidate, load)
-    if has_one_pass_update(candidate):
+    if has_one_pass_update(candidate, costs.network.cluster.accelerator):
         return costs.rates.time_copy(num_bytes)
     read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(read_bytes + num_bytes)
@@ -263,7 +263,8 @@ def _compute_update_seconds(
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
         norm_seconds = norm_bytes / costs.rates.update_bytes_per_second
-        moved_bytes = count_update_bytes(num_elements, candidate) - norm_bytes
+        accelerator = costs.network.cluster.accelerator
+        moved_bytes = count_update_bytes(num_elements, candidate, accelerator) - norm_bytes
         return norm_seconds + compute_host_update_seconds(
             candidate, num_elements, moved_bytes, backward_seconds, profile
         )
