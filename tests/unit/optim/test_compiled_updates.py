@@ -45,14 +45,16 @@ RULES: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"block_size": 32, "beta2": 0.4},  # both formulas of an interpolation
     "adafactor": {},
     "adamw": {"beta1": 0.4},
+    "muon": {},
 }
 COPIED = {
     "adamw_8bit": ("layers.0.up", "layers.0.ragged", "embedding", "row"),
     "adamw": ("layers.0.up", "layers.0.stack", "embedding", "row"),
+    "muon": ("embedding", "row"),
 }
 """Parameters whose copies are written by an update, and at once: the others are too small."""
-NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2, "adamw": 1}
-NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2, "adamw": 1}
+NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2, "adamw": 1, "muon": 1}
+NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2, "adamw": 1, "muon": 1}
 """8-bit AdamW has one before and one after the square root, which PyTorch computes on a CPU."""
 
 
