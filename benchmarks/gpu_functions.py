@@ -37,7 +37,7 @@ from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.model.products import nf4
 from shardwright.model.products.linear import Linear
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import WorkingWeight, WorkingWeights
 from shardwright.numerics import wide_sums
 from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
 from shardwright.numerics.liger_loss import find_liger_obstacle, liger_cross_entropy
@@ -60,6 +60,10 @@ _SHAPES = {
 }
 """Matrices of a layer of Llama 3 8B, and small ones for a CPU."""
 
+_UNIT_FACTOR = 1.0 - 1e-12
+"""Factor of gradients that is one in fp32: multiplied in place, they do not change from call to
+call, but the multiplication takes its time."""
+
 Run = Callable[[], dict[str, Tensor]]
 """One call of a side; returns what it has computed."""
 
@@ -81,13 +85,14 @@ class WholeModel:
 
 
 def build_update(rule: str, sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
-    """Build the update of a layer's matrices."""
+    """Build the update of a layer's matrices, with clipping and casts to bf16 unless it is
+    Adafactor, which does neither."""
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, nn.Parameter] = {}
     for name, shape in _SHAPES[sizes].items():
         weights[name] = nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device))
         weights[name].grad = (torch.randn(shape, generator=generator) * 1e-3).to(device)
-    optimizer = build_optimizer(
+    optimizer: Any = build_optimizer(
         weights.items(),
         OptimizerSection.model_validate({"name": rule}),
         learning_rate=1e-3,
@@ -95,15 +100,34 @@ def build_update(rule: str, sizes: str, device: torch.device, compiler: Function
         model=WholeModel(_SHAPES[sizes]),  # type: ignore[arg-type]
         compile_function=compiler,
     )
+    copies: dict[nn.Parameter, WorkingWeight] = {}
+    if optimizer.applies_factor:
+        for weight in weights.values():
+            copies[weight] = WorkingWeight(weight, torch.empty_like(weight, dtype=torch.bfloat16))
+        optimizer.find_copy = copies.get
 
     def run() -> dict[str, Tensor]:
+        for copy in copies.values():
+            copy.mark_changed()
+        if copies:
+            optimizer.gradient_factor = _UNIT_FACTOR
         optimizer.step()
+        if stale := [copy for copy in copies.values() if not copy.is_current]:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [copy.tensor for copy in stale], [copy.master for copy in stale]
+                )
         states = {
             f"{name}.{key}": tensor
             for name, weight in weights.items()
             for key, tensor in optimizer.state[weight].items()
         }
-        return {**weights, **states}
+        written = {
+            f"{name}.copy": copies[weight].tensor
+            for name, weight in weights.items()
+            if weight in copies
+        }
+        return {**weights, **states, **written}
 
     return run
 
@@ -323,6 +347,7 @@ def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) ->
 
 LIGER_CASE = "loss of the head by Liger's kernel, bf16"
 CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
+    "AdamW, clipping and casts": lambda *arguments: build_update("adamw", *arguments),
     "8-bit AdamW": lambda *arguments: build_update("adamw_8bit", *arguments),
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
     "NF4 to bf16": build_dequantisation,

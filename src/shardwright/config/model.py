@@ -42,9 +42,9 @@ class ModelSection(RecipeSection):
     folder."""
     compile_functions: bool | Literal["auto"] = "auto"
     """Compile single functions with torch.compile, whatever `compile` does with the blocks: the
-    updates of `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto` compiles on
-    CUDA devices on which Triton works. A function whose results differ in a bit from the
-    uncompiled one's is not used; the log says so."""
+    updates of `adamw`, `adamw_8bit` and `adafactor`, and the dequantisation of `nf4`. `auto`
+    compiles on CUDA devices on which Triton works. A function whose results differ in a bit from
+    the uncompiled one's is not used; the log says so."""
     fused_pointwise: PointwiseSetting = "auto"
     """Norms, gates, rotary embeddings and residual sums in one pass over memory each, where blocks
     are not compiled as a whole: `compiled` compiles each function by itself with torch.compile,

@@ -126,6 +126,7 @@ class AdamW8bit(ShardedOptimizer):
 
     rule = "adamw_8bit"
     has_collectives = False
+    applies_factor = True
 
     def __init__(
         self,
@@ -188,12 +189,14 @@ class AdamW8bit(ShardedOptimizer):
         for piece in pieces:
             state = piece.state
             state["step"] += 1
-            factors = compute_factors(state["step"], piece.group)
+            factors = compute_factors(state["step"], piece.group, self.gradient_factor)
             if "exp_avg" in state:
                 moments = (state["exp_avg"], state["exp_avg_sq"])
                 apply_adamw(piece.local, piece.gradient, *moments, factors)
             elif piece.local.numel():
                 self._update.apply(_collect_rows(piece), factors)
+                if piece.copy is not None:
+                    piece.copy.mark_current()
 
 
 def _collect_rows(piece: ParameterPiece) -> QuantisedRows:
@@ -206,7 +209,10 @@ def _collect_rows(piece: ParameterPiece) -> QuantisedRows:
         )
     )
     gradient = piece.gradient.reshape(-1, piece.gradient.shape[-1])
-    return QuantisedRows(weights, gradient, *states)
+    rows = QuantisedRows(weights, gradient, *states)
+    if piece.copy is None:
+        return rows
+    return rows._replace(copy=get_local_tensor(piece.copy.tensor).view(weights.shape))
 
 
 def _scale_box_to_blocks(box: ParameterBox, block_size: int) -> ParameterBox:

@@ -31,6 +31,15 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return result
 
 
+def interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """Compute `start.lerp(end, weight)` with the single rounding of PyTorch's kernels."""
+    difference = end - start
+    factor = torch.full_like(difference, weight)
+    if abs(weight) < 0.5:
+        return multiply_add(difference, factor, start)
+    return multiply_add(difference, factor - 1, end)
+
+
 def take_root(values: Tensor) -> Tensor:
     """Compute `values.sqrt()`.
 

@@ -60,8 +60,8 @@ def build_optimizer(
     Args:
         model: how the parameters are sharded; not needed for adamw and sgd, which work element
             by element.
-        compile_function: compiler of the passes of adamw_8bit and adafactor
-            (`numerics.function_compiler`); None runs their operations one by one.
+        compile_function: compiler of the passes of adamw, adamw_8bit, adafactor and the AdamW of
+            muon (`numerics.function_compiler`); None runs their operations one by one.
     """
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
@@ -127,6 +127,7 @@ def _create_adamw(settings: _Settings) -> torch.optim.Optimizer:
         lr=settings.learning_rate,
         betas=(section.beta1, section.beta2),
         eps=section.eps,
+        compile_function=settings.compile_function,
         **settings.implementation,
     )
 
@@ -172,6 +173,7 @@ def _create_muon(settings: _Settings) -> torch.optim.Optimizer:
         betas=(section.beta1, section.beta2),
         eps=section.eps,
         fused=settings.implementation.get("fused", False),
+        compile_function=settings.compile_function,
     )
 
 

@@ -17,16 +17,35 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from shardwright.optim.exact_operations import CompileFunction
+from shardwright.optim.one_pass_adamw import OnePassAdamW
 from shardwright.optim.sharded_optimizer import (
     ElementwiseUpdate,
     ParameterPiece,
     StateSpec,
     get_local_tensor,
+    scale_gradients,
 )
 
 
 class AdamW(ElementwiseUpdate, torch.optim.AdamW):
     """`torch.optim.AdamW` that updates local tensors in place of DTensors."""
+
+    applies_factor = True
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        compile_function: CompileFunction | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, **options)
+        self._rule = AdamWRule(
+            compile_function,
+            fused=bool(self.defaults["fused"]),
+            foreach=bool(self.defaults["foreach"]),
+        )
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -39,22 +58,43 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
-        options = self.defaults
-        apply_adamw(pieces, fused=bool(options["fused"]), foreach=bool(options["foreach"]))
+        self._rule.update(pieces, self.gradient_factor)
 
 
-def apply_adamw(pieces: Sequence[ParameterPiece], *, fused: bool, foreach: bool) -> None:
-    """Run torch's AdamW on pieces with the states `exp_avg`, `exp_avg_sq` and `step`."""
-    for group, members in _collect_by_group(pieces):
+class AdamWRule:
+    """AdamW of pieces with the states `exp_avg`, `exp_avg_sq` and `step`.
+
+    Pieces are updated in one compiled pass each where it has the bits of torch's fused kernel, and
+    by torch's kernels otherwise.
+    """
+
+    def __init__(
+        self, compile_function: CompileFunction | None, *, fused: bool, foreach: bool
+    ) -> None:
+        self._fused = fused
+        self._foreach = foreach
+        self._one_pass = OnePassAdamW(compile_function) if compile_function and fused else None
+
+    def update(self, pieces: Sequence[ParameterPiece], gradient_factor: float) -> None:
+        """Update pieces with their gradients times a factor."""
+        for group, members in _collect_by_group(pieces):
+            remaining = members
+            if self._one_pass is not None:
+                remaining = self._one_pass.update(members, group, gradient_factor)
+            scale_gradients(remaining, gradient_factor)
+            if remaining:
+                self._run_kernels(remaining, group)
+
+    def _run_kernels(self, pieces: Sequence[ParameterPiece], group: dict[str, Any]) -> None:
         adamw(
-            [piece.local for piece in members],
-            [piece.gradient for piece in members],
-            [get_local_tensor(piece.state["exp_avg"]) for piece in members],
-            [get_local_tensor(piece.state["exp_avg_sq"]) for piece in members],
+            [piece.local for piece in pieces],
+            [piece.gradient for piece in pieces],
+            [get_local_tensor(piece.state["exp_avg"]) for piece in pieces],
+            [get_local_tensor(piece.state["exp_avg_sq"]) for piece in pieces],
             [],
-            [piece.state["step"] for piece in members],
-            foreach=foreach,
-            fused=fused,
+            [piece.state["step"] for piece in pieces],
+            foreach=self._foreach,
+            fused=self._fused,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.optim.local_updates import apply_adamw
+from shardwright.optim.exact_operations import CompileFunction
+from shardwright.optim.local_updates import AdamWRule
 from shardwright.optim.sharded_optimizer import (
     ParameterPiece,
     ShardedModel,
     ShardedOptimizer,
     StateSpec,
     get_local_tensor,
+    scale_gradients,
 )
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -79,6 +81,7 @@ class Muon(ShardedOptimizer):
     """
 
     rule = "muon"
+    applies_factor = True
 
     def __init__(
         self,
@@ -90,12 +93,14 @@ class Muon(ShardedOptimizer):
         betas: tuple[float, float],
         eps: float,
         fused: bool,
+        compile_function: CompileFunction | None = None,
     ) -> None:
         super().__init__(
             groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}, model
         )
         self._exchange = model.build_matrix_exchange(model.block_matrices())
         self._fused = fused
+        self._adamw = AdamWRule(compile_function, fused=fused, foreach=False)
         self._parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         self._updates: dict[str, Tensor] = {}
         """Momenta of matrices of this step that are to be orthogonalised."""
@@ -125,13 +130,12 @@ class Muon(ShardedOptimizer):
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update the moments, and all parameters but the matrices, which `finish_update` does."""
-        others = []
-        for piece in pieces:
-            if piece.group["rule"] == "muon":
-                self._update_momentum(piece)
-            else:
-                others.append(piece)
-        apply_adamw(others, fused=self._fused, foreach=False)
+        matrices = [piece for piece in pieces if piece.group["rule"] == "muon"]
+        scale_gradients(matrices, self.gradient_factor)
+        for piece in matrices:
+            self._update_momentum(piece)
+        others = [piece for piece in pieces if piece.group["rule"] != "muon"]
+        self._adamw.update(others, self.gradient_factor)
 
     def _update_momentum(self, piece: ParameterPiece) -> None:
         buffer = get_local_tensor(piece.state["momentum"])

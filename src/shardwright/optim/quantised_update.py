@@ -11,7 +11,7 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.optim.exact_operations import CompileFunction, multiply_add, take_root
+from shardwright.optim.code_places import CodePlaces, build_code_places, find_codes
+from shardwright.optim.exact_operations import CompileFunction, interpolate, take_root
 
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Elements that separate operations update at a time."""
@@ -37,6 +38,8 @@ class QuantisedRows(NamedTuple):
     mean_scales: Tensor
     square_codes: Tensor
     square_scales: Tensor
+    copy: Tensor | None = None
+    """Receives the new weights, in its dtype."""
 
 
 class Tables(NamedTuple):
@@ -46,12 +49,21 @@ class Tables(NamedTuple):
     unsigned: Tensor
 
 
+class Places(NamedTuple):
+    """Places in the numbers where the codes of both tables begin."""
+
+    signed: CodePlaces
+    unsigned: CodePlaces
+
+
 class Factors(NamedTuple):
     """Numbers of one update. Those that change between steps are fp32 CPU tensors without dims.
 
     Kernels on a GPU take such tensors as arguments, without a copy to the device.
     """
 
+    gradient_factor: Tensor
+    """fp64: gradients of each dtype round it as they do a number."""
     lr: Tensor
     decay: Tensor
     """lr x weight decay."""
@@ -69,13 +81,16 @@ class Factors(NamedTuple):
     eps: float
 
 
-def compute_factors(num_steps: Tensor, group: Mapping[str, Any]) -> Factors:
+def compute_factors(
+    num_steps: Tensor, group: Mapping[str, Any], gradient_factor: float = 1.0
+) -> Factors:
     """Compute the numbers of an update from its count (1 for the first) and its group's rates."""
     beta1, beta2 = group["betas"]
     lr = torch.tensor(group["lr"], dtype=torch.float32)
     mean_correction = 1 - beta1**num_steps
     square_correction = (1 - beta2**num_steps).sqrt()
     return Factors(
+        torch.tensor(gradient_factor, dtype=torch.float64),
         lr,
         lr * group["weight_decay"],
         mean_correction,
@@ -99,12 +114,24 @@ def build_tables(device: torch.device) -> Tables:
     )
 
 
+def build_places(device: torch.device) -> Places:
+    """Build the places of torchao's codes on a device."""
+    quantise = import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
+    places = (
+        build_code_places(table, partial(quantise, qmap=table))
+        for table in build_tables(torch.device("cpu"))
+    )
+    return Places(*(each._replace(entries=each.entries.to(device)) for each in places))
+
+
 def update_rows(rows: QuantisedRows, tables: Tables, factors: Factors, block_size: int) -> None:
     """Update rows `[R, C]` by separate operations, in place; their scales are `[R, K]`."""
-    weights, gradient, mean_codes, mean_scales, square_codes, square_scales = rows
+    weights, gradient, mean_codes, mean_scales, square_codes, square_scales, copy = rows
     mean = _decode(mean_codes, mean_scales, tables.signed, block_size)
     square = _decode(square_codes, square_scales, tables.unsigned, block_size)
     apply_adamw(weights, gradient, mean, square, factors)
+    if copy is not None:
+        copy.copy_(weights)
     _encode(mean, mean_codes, mean_scales, tables.signed, block_size)
     _encode(square, square_codes, square_scales, tables.unsigned, block_size)
 
@@ -116,7 +143,10 @@ def apply_adamw(
 
     Operations, order and precision are torchao's.
     """
-    gradient, weights = gradient.float(), local.float()
+    if (gradient_factor := float(factors.gradient_factor)) != 1.0:
+        gradient = gradient * gradient_factor
+    gradient = gradient.float()
+    weights = local.float()
     weights = weights - factors.decay * weights
     mean.lerp_(gradient, factors.mean_weight)
     square.lerp_(gradient.square(), factors.square_weight)
@@ -146,13 +176,15 @@ def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:
     return scales_RK.repeat_interleave(block_size, -1)[..., :width]
 
 
-def update_blocks(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+def update_blocks(rows: QuantisedRows, tables: Tables, places: Places, factors: Factors) -> None:
     """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it."""
     mean_NS = tables.signed[rows.mean_codes.int()] * rows.mean_scales[:, None]
     square_NS = tables.unsigned[rows.square_codes.int()] * rows.square_scales[:, None]
-    gradient_NS = rows.gradient.float()
-    mean_NS = _interpolate(mean_NS, gradient_NS, factors.mean_weight)
-    square_NS = _interpolate(square_NS, gradient_NS.square(), factors.square_weight)
+    wide = torch.promote_types(rows.gradient.dtype, torch.float32)
+    gradient_NS = rows.gradient.to(wide) * factors.gradient_factor.to(wide)
+    gradient_NS = gradient_NS.to(rows.gradient.dtype).float()
+    mean_NS = interpolate(mean_NS, gradient_NS, factors.mean_weight)
+    square_NS = interpolate(square_NS, gradient_NS.square(), factors.square_weight)
     root_NS = take_root(square_NS)
     if rows.weights.is_cuda:
         mean_unbiased_NS = mean_NS * factors.mean_reciprocal
@@ -162,35 +194,26 @@ def update_blocks(rows: QuantisedRows, tables: Tables, factors: Factors) -> None
         denominator_NS = root_NS / factors.square_correction + factors.eps
     weights_NS = rows.weights.float()
     weights_NS = weights_NS - factors.decay * weights_NS
-    rows.weights.copy_(weights_NS - factors.lr * mean_unbiased_NS / denominator_NS)
-    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, tables.signed)
-    _write_blocks(square_NS, rows.square_codes, rows.square_scales, tables.unsigned)
+    weights_NS = weights_NS - factors.lr * mean_unbiased_NS / denominator_NS
+    rows.weights.copy_(weights_NS)
+    if rows.copy is not None:
+        rows.copy.copy_(weights_NS.to(rows.weights.dtype))
+    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed)
+    _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned)
 
 
-def _interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """Compute `start.lerp(end, weight)` with the single rounding of PyTorch's kernels."""
-    difference = end - start
-    factor = torch.full_like(difference, weight)
-    if abs(weight) < 0.5:
-        return multiply_add(difference, factor, start)
-    return multiply_add(difference, factor - 1, end)
-
-
-def _write_blocks(values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, table: Tensor) -> None:
-    """Write scales and codes as `_encode`, by the same binary search with 32-bit indices."""
+def _write_blocks(
+    values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, places: CodePlaces
+) -> None:
+    """Write scales and codes as `_encode`."""
     new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
-    scaled_NS = values_NS / new_scales_N[:, None]
-    found_NS = torch.zeros_like(scaled_NS, dtype=torch.int32)
-    for step in (128, 64, 32, 16, 8, 4, 2, 1):
-        found_NS = torch.where(scaled_NS >= table[found_NS + step], found_NS + step, found_NS)
-    next_NS = (found_NS + 1).clamp(max=255)
-    below_NS = table[found_NS]
-    is_nearer_next = scaled_NS - below_NS >= (table[next_NS] - below_NS) * 0.5
-    codes_NS.copy_(torch.where(is_nearer_next, next_NS, found_NS).to(torch.uint8))
+    codes_NS.copy_(find_codes(values_NS / new_scales_N[:, None], places))
     scales_N.copy_(new_scales_N)
 
 
-def _update_blocks_separately(rows: QuantisedRows, tables: Tables, factors: Factors) -> None:
+def _update_blocks_separately(
+    rows: QuantisedRows, tables: Tables, _places: Places, factors: Factors
+) -> None:
     """Update whole blocks by separate operations, as `update_blocks`."""
     columns = rows._replace(
         mean_scales=rows.mean_scales[:, None], square_scales=rows.square_scales[:, None]
@@ -209,41 +232,44 @@ class QuantisedUpdate:
         self._block_size = block_size
         self._compile_function = compile_function
         self._tables: dict[torch.device, Tables] = {}
+        self._places: dict[torch.device, Places] = {}
 
     def apply(self, rows: QuantisedRows, factors: Factors) -> None:
         """Update rows `[R, C]` in place."""
-        tables = self._get_tables(rows.weights.device)
+        device = rows.weights.device
+        if device not in self._tables:  # copied there once
+            self._tables[device] = build_tables(device)
+        tables = self._tables[device]
         is_whole = rows.weights.shape[-1] % self._block_size == 0
         if is_whole and self._compile_function and rows.weights.numel() > self._block_size:
             update = self._compile_function(*self._describe(rows, factors))
             if update is not _update_blocks_separately:
-                blocks = QuantisedRows(*(self._to_blocks(tensor, rows) for tensor in rows))
-                is_cpu = rows.weights.device.type == "cpu"
+                blocks = _map(partial(self._to_blocks, rows), rows)
+                if device not in self._places:
+                    self._places[device] = build_places(device)
+                places = self._places[device]
+                is_cpu = device.type == "cpu"
                 chunk_elements = _CPU_CHUNK_ELEMENTS if is_cpu else rows.weights.numel()
                 for part in _split(blocks, chunk_elements):
-                    update(_mark_varying(part), tables, factors)
+                    update(_mark_varying(part), tables, places, factors)
                 return
         # A few rows at a time, because decoded moments are wider than stored ones.
         for part in _split(rows, _MAX_CHUNK_ELEMENTS):
             update_rows(part, tables, factors, self._block_size)
 
-    def _get_tables(self, device: torch.device) -> Tables:
-        """Return the tables on a device; they are copied there once."""
-        if device not in self._tables:
-            self._tables[device] = build_tables(device)
-        return self._tables[device]
-
-    def _to_blocks(self, tensor: Tensor, rows: QuantisedRows) -> Tensor:
+    def _to_blocks(self, rows: QuantisedRows, tensor: Tensor) -> Tensor:
         is_scales = tensor is rows.mean_scales or tensor is rows.square_scales
         return tensor.view(-1) if is_scales else tensor.reshape(-1, self._block_size)
 
     def _describe(self, rows: QuantisedRows, factors: Factors) -> tuple[Any, ...]:
         """Return the arguments of `compile_function` for these dtypes and constants."""
-        dtypes = (rows.weights.dtype, rows.gradient.dtype)
+        copy_dtype = None if rows.copy is None else rows.copy.dtype
+        dtypes = (rows.weights.dtype, rows.gradient.dtype, copy_dtype)
         constants = (factors.mean_weight, factors.square_weight, factors.eps)
         name = (
             f"8-bit AdamW ({dtypes[0]}, gradients {dtypes[1]}, blocks of {self._block_size}, "
-            f"1 - betas {constants[0]:.4g} and {constants[1]:.4g}, eps {constants[2]:g})"
+            f"1 - betas {constants[0]:.4g} and {constants[1]:.4g}, eps {constants[2]:g}"
+            f"{'' if copy_dtype is None else f', copy {copy_dtype}'})"
         )
         make_sample = partial(_make_sample, dtypes, self._block_size, constants)
         return name.replace("torch.", ""), update_blocks, _update_blocks_separately, make_sample
@@ -252,24 +278,33 @@ class QuantisedUpdate:
 def _mark_varying(rows: QuantisedRows) -> QuantisedRows:
     """Mark the number of rows as one that varies between calls: all numbers share a graph."""
     for tensor in rows:
-        torch._dynamo.mark_dynamic(tensor, 0)
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
     return rows
+
+
+def _map(function: Callable[[Tensor], Tensor], rows: QuantisedRows) -> QuantisedRows:
+    """Apply a function to all tensors."""
+    *required, copy = rows
+    mapped = QuantisedRows(*map(function, required))
+    return mapped._replace(copy=None if copy is None else function(copy))
 
 
 def _split(rows: QuantisedRows, max_elements: int) -> Iterator[QuantisedRows]:
     """Split into parts of whole rows, whose numbers differ by one at most."""
     num_rows = max(1, max_elements // rows.weights.shape[-1])
     num_parts = max(1, -(-rows.weights.shape[0] // num_rows))
-    for part in zip(*(tensor.tensor_split(num_parts) for tensor in rows), strict=True):
+    parts = [[None] * num_parts if each is None else each.tensor_split(num_parts) for each in rows]
+    for part in zip(*parts, strict=True):
         yield QuantisedRows(*part)
 
 
 def _make_sample(
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     block_size: int,
     constants: tuple[float, float, float],
     device: torch.device,
-) -> tuple[QuantisedRows, Tables, Factors]:
+) -> tuple[QuantisedRows, Tables, Places, Factors]:
     """Make blocks with moments of two updates, with gradients of all sizes and some zeros."""
     generator = torch.Generator().manual_seed(0)
     shape = (_SAMPLE_BLOCKS, block_size)
@@ -282,20 +317,23 @@ def _make_sample(
             for size, dtype in ((shape, torch.uint8), (shape[:1], torch.float32))
         ),
     )
+    if dtypes[2] is not None:
+        rows = rows._replace(copy=torch.zeros(shape, dtype=dtypes[2]))
     mean_weight, square_weight, eps = constants
     betas = (1 - mean_weight, 1 - square_weight)
     group = {"lr": 3e-3, "betas": betas, "eps": eps, "weight_decay": 0.1}
     tables = build_tables(torch.device("cpu"))
+    places = build_places(device)
     # The same for all steps: added to a much larger number, rounding of the smaller one is lost.
     magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
     for step in (1, 2, 3):
         gradient = torch.randn(shape, generator=generator) * magnitudes_N1
         gradient[step::7] = 0.0
         rows.gradient.copy_(gradient)
-        factors = compute_factors(torch.tensor(float(step)), group)._replace(
+        factors = compute_factors(torch.tensor(float(step)), group, 0.37)._replace(
             mean_weight=mean_weight, square_weight=square_weight
         )
         if step < 3:
-            _update_blocks_separately(rows, tables, factors)
-    on_device = QuantisedRows(*(tensor.to(device) for tensor in rows))
-    return _mark_varying(on_device), build_tables(device), factors
+            _update_blocks_separately(rows, tables, places, factors)
+    on_device = _map(lambda tensor: tensor.to(device), rows)
+    return _mark_varying(on_device), build_tables(device), places, factors

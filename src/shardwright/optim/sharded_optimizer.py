@@ -119,6 +119,18 @@ class ParameterPiece:
     group: dict[str, Any]
     first_element: int | None = None
     """Place of the piece in the flattened local part; None if it is all of it."""
+    copy: WeightCopy | None = None
+    """Copy in the compute precision of the whole local part, which the update may write."""
+
+
+class WeightCopy(Protocol):
+    """Copy of a parameter in the compute precision (`model.products.working_weights`)."""
+
+    tensor: Tensor
+
+    def mark_current(self) -> None:
+        """State that the copy has the parameter's values."""
+        ...
 
 
 class PiecewiseOptimizer(Protocol):
@@ -189,6 +201,12 @@ class UpdateByPiece:
     """True if the state has the number of a parameter's updates, which the rule reads."""
     update_parts: Sequence[UpdatePart] = ()
     """Order of the update; parameters of no part come last."""
+    applies_factor = False
+    """True if the update multiplies gradients by `gradient_factor`; else its caller has done so."""
+    gradient_factor = 1.0
+    """Factor of the gradients in the next step."""
+    find_copy: Callable[[Tensor], WeightCopy | None] | None = None
+    """Finds the copy of a parameter that an update may write."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -205,6 +223,7 @@ class UpdateByPiece:
         optimizer.finish_update()
         for part in self.update_parts[len(parts) :]:
             part.end()
+        self.gradient_factor = 1.0
 
     def list_pieces(self) -> list[ParameterPiece]:
         """List the parameters to update, each as one piece, with the state of this optimizer."""
@@ -217,6 +236,7 @@ class UpdateByPiece:
                         continue
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.initialise_state(parameter, group)
+                copy = None if self.find_copy is None else self.find_copy(parameter)
                 pieces.append(
                     ParameterPiece(
                         name,
@@ -224,6 +244,7 @@ class UpdateByPiece:
                         get_local_tensor(parameter.grad),
                         optimizer.state[parameter],
                         group,
+                        copy=copy,
                     )
                 )
         return pieces
@@ -333,6 +354,12 @@ class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
         All ranks must enter the same collectives.
         """
         return self.has_collectives
+
+
+def scale_gradients(pieces: Sequence[ParameterPiece], factor: float) -> None:
+    """Multiply the gradients of pieces in place; a factor of 1 changes nothing."""
+    if pieces and factor != 1.0:
+        torch._foreach_mul_([piece.gradient for piece in pieces], factor)
 
 
 def get_local_tensor(tensor: Tensor) -> Tensor:

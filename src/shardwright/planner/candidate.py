@@ -124,6 +124,8 @@ class Candidate:
     """True if one kernel computes a norm's gradient. On the CPU separate fp32 operations do."""
     has_fused_functions: bool = False
     """True if norms, gates and rotations are compiled functions (`model.fused_pointwise`)."""
+    compile_functions: bool | Literal["auto"] = False
+    """Setting of `model.compile_functions`."""
     document_tokens: int | None = None
     num_fp4_layers: int | None = None
     """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:

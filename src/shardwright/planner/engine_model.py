@@ -34,18 +34,21 @@ class OptimizerCosts(NamedTuple):
     """Bytes of state, without master weights."""
     update_bytes: float
     """Bytes that norm, clip and update read and write, 4 of them for the norm."""
+    has_one_pass: bool
+    """True if a compiled update multiplies gradients by the factor of clipping (8 of the bytes) and
+    writes working weights itself."""
     can_update_on_host: bool
     """True if the update needs no other rank and no matrix products, so a host can run it."""
 
 
 OPTIMIZER_COSTS: dict[OptimizerKind, OptimizerCosts] = {
-    "adamw": OptimizerCosts(8.0, 40.0, can_update_on_host=True),
+    "adamw": OptimizerCosts(8.0, 40.0, has_one_pass=True, can_update_on_host=True),
     # One fp32 scale per block of 256 elements, for each moment.
-    "adamw_8bit": OptimizerCosts(2.0 + 8.0 / 256, 28.0, can_update_on_host=True),
-    "adafactor": OptimizerCosts(0.0, 36.0, can_update_on_host=False),
-    "muon": OptimizerCosts(4.0, 44.0, can_update_on_host=False),
-    "sgd": OptimizerCosts(0.0, 24.0, can_update_on_host=True),
-    "sgd_momentum": OptimizerCosts(4.0, 32.0, can_update_on_host=True),
+    "adamw_8bit": OptimizerCosts(2.0 + 8.0 / 256, 28.0, has_one_pass=True, can_update_on_host=True),
+    "adafactor": OptimizerCosts(0.0, 36.0, has_one_pass=False, can_update_on_host=False),
+    "muon": OptimizerCosts(4.0, 44.0, has_one_pass=False, can_update_on_host=False),
+    "sgd": OptimizerCosts(0.0, 24.0, has_one_pass=False, can_update_on_host=True),
+    "sgd_momentum": OptimizerCosts(4.0, 32.0, has_one_pass=False, can_update_on_host=True),
 }
 
 

@@ -120,6 +120,7 @@ def build_template(
         # `auto` is decided by the device. Without compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
         has_fused_functions=recipe.model.fused_pointwise == "compiled",
+        compile_functions=recipe.model.compile_functions,
         flash_attention=recipe.model.attention != "explicit",
         attention=recipe.model.attention,
         has_masked_kernels=recipe.run.device != "cpu",

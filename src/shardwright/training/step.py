@@ -413,8 +413,8 @@ def update_parameters(
             _scale_gradients(model, optimizer, factor)
         set_learning_rate(optimizer, learning_rate)
         model.invalidate_weights()
-        if isinstance(optimizer, UpdateByPiece) and model.early_gathers is not None:
-            optimizer.update_parts = model.early_gathers.parts
+        if isinstance(optimizer, UpdateByPiece):
+            _pass_on(model, optimizer)
         optimizer.step()
         if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
             optimizer.wait_for_update()
@@ -426,11 +426,22 @@ def update_parameters(
     return StepUpdate(gradient_norm, skipped, tuple(read_values))
 
 
+def _pass_on(model: ParallelModel, optimizer: UpdateByPiece) -> None:
+    """Pass on what an update may do with new weights: begin gathers and write copies."""
+    if model.early_gathers is not None:
+        optimizer.update_parts = model.early_gathers.parts
+    if model.decoder.working_weights is not None:
+        optimizer.find_copy = model.decoder.working_weights.find
+
+
 def _scale_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the gradients of the update by a factor, where the update reads them."""
+    """Multiply the gradients of the update by a factor, where the update reads them or in it."""
     if isinstance(optimizer, OffloadedOptimizer) and optimizer.host_update is not None:
         optimizer.host_update.scale_gradients(factor)
         return
-    scale_([gradient for gradient, _ in model.list_gradients() if gradient is not None], factor)
+    if isinstance(optimizer, UpdateByPiece) and optimizer.applies_factor:
+        optimizer.gradient_factor = factor
+    else:
+        scale_([gradient for gradient, _ in model.list_gradients() if gradient is not None], factor)
     if model.trained_offload is not None:
         model.trained_offload.scale_gradients(factor)

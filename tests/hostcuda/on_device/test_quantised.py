@@ -13,7 +13,7 @@ from shardwright.config.training import OptimizerSection
 from shardwright.model.products import nf4
 from shardwright.model.products.product import ProductRule, multiply
 from shardwright.numerics.function_compiler import build_function_compiler
-from shardwright.optim import build_optimizer
+from shardwright.optim import build_optimizer, one_pass_adamw
 from tests.hostcuda import device
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
 
@@ -43,7 +43,7 @@ def test_a_product_copies_no_table(is_compiled: bool) -> None:
     assert count_waits(lambda: product(x).backward()) == {}
 
 
-@pytest.mark.parametrize(("rule", "num_waits"), [("adamw_8bit", 0), ("adafactor", 1)])
+@pytest.mark.parametrize(("rule", "num_waits"), [("adamw_8bit", 0), ("adafactor", 1), ("adamw", 0)])
 def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_waits: int) -> None:
     """Adafactor reads all root mean squares together. Without Triton, nothing is compiled."""
     weights = {
@@ -63,3 +63,40 @@ def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_wait
         compile_function=compiler,
     )
     assert sum(count_waits(optimizer.step).values()) == num_waits
+
+
+def test_the_one_pass_of_adamw_follows_torchs_kernel_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step counts are on the device. Uncompiled, the formula rounds more often."""
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cuda", 1)
+    formulas = []
+
+    def take_formula(_name: str, formula: Any, _eager: Any, _make_sample: Any) -> Any:
+        formulas.append(formula)
+        return formula
+
+    def train(compile_function: Any) -> tuple[list[Tensor], int]:
+        weights = [nn.Parameter(weight.detach().to(GPU)) for weight in make_parameters().values()]
+        optimizer: Any = build_optimizer(
+            [(str(index), weight) for index, weight in enumerate(weights)],
+            OptimizerSection(),
+            learning_rate=0.1,
+            weight_decay=0.1,
+            compile_function=compile_function,
+        )
+
+        def update() -> None:
+            optimizer.gradient_factor = 0.5
+            for weight in weights:
+                weight.grad = weight.detach() + 1.0
+            optimizer.step()
+
+        return weights, sum(count_waits(update).values())
+
+    expected, _ = train(None)
+    found, num_waits = train(take_formula)
+    assert num_waits == 0
+    assert len(formulas) == 2 * len(found)
+    for wanted, weight in zip(expected, found, strict=True):
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-6)

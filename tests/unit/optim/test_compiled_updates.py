@@ -1,5 +1,5 @@
-"""Compiled updates of 8-bit AdamW and Adafactor: bits of the separate operations, one graph for all
-shapes, and one pass over memory.
+"""Compiled updates: bits of the separate operations, one graph for all shapes, and one pass over
+memory, with the factor of the gradients and the copies of the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch._inductor.utils import run_and_get_code
 
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import ParameterBox, ParameterLayout
+from shardwright.model.products.working_weights import WorkingWeight
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.numerics.function_compiler import FunctionCompiler
 from shardwright.optim import (
     build_optimizer,
     collect_optimizer_tensors,
     exact_operations,
+    one_pass_adamw,
     quantised_update,
     set_learning_rate,
 )
@@ -42,9 +44,17 @@ SHAPES = {
 RULES: dict[str, dict[str, Any]] = {
     "adamw_8bit": {"block_size": 32, "beta2": 0.4},  # both formulas of an interpolation
     "adafactor": {},
+    "adamw": {"beta1": 0.4},
+    "muon": {},
 }
-NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2}
-NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2}
+COPIED = {
+    "adamw_8bit": ("layers.0.up", "layers.0.ragged", "embedding", "row"),
+    "adamw": ("layers.0.up", "layers.0.stack", "embedding", "row"),
+    "muon": ("embedding", "row"),
+}
+"""Parameters whose copies are written by an update, and at once: the others are too small."""
+NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2, "adamw": 1, "muon": 1}
+NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2, "adamw": 1, "muon": 1}
 """8-bit AdamW has one before and one after the square root, which PyTorch computes on a CPU."""
 
 
@@ -65,18 +75,23 @@ def require_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     if obstacle := find_compiler_obstacle(CPU):
         pytest.skip(obstacle)
     monkeypatch.setattr(quantised_update, "_CPU_CHUNK_ELEMENTS", 4000)
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cpu", 4096)
     torch._dynamo.reset()
     counters.clear()
 
 
 def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
-    """Train for four steps; return weights and states."""
+    """Train for four steps; return weights, their copies in bf16, and states."""
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
         for name, shape in SHAPES.items()
     }
-    optimizer = build_optimizer(
+    copies = {
+        parameter: WorkingWeight(parameter, torch.zeros_like(parameter, dtype=torch.bfloat16))
+        for parameter in weights.values()
+    }
+    optimizer: Any = build_optimizer(
         weights.items(),
         OptimizerSection.model_validate({"name": rule, **RULES[rule]}),
         learning_rate=1.0,
@@ -84,15 +99,29 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
         model=Model(),
         compile_function=compiler,
     )
+    optimizer.find_copy = copies.get
     for step in range(4):
+        for copy in copies.values():
+            copy.mark_changed()
         for parameter in weights.values():
             sizes = 10.0 ** torch.randint(-9, 2, parameter.shape[:1], generator=generator)
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = (gradient.mT * sizes).mT if gradient.ndim == 2 else gradient
             parameter.grad[:1] *= step % 2
         set_learning_rate(optimizer, 0.03 / (step + 1))
+        if optimizer.applies_factor and step:
+            optimizer.gradient_factor = 0.37
         optimizer.step()
-    return weights | collect_optimizer_tensors(optimizer, weights.items())
+        for name, parameter in weights.items():
+            if compiler and name in COPIED.get(rule, ()):
+                assert copies[parameter].is_current, name
+    tensors = {
+        f"copy of {name}": copies[parameter].tensor
+        if copies[parameter].is_current
+        else parameter.to(torch.bfloat16)
+        for name, parameter in weights.items()
+    }
+    return weights | tensors | collect_optimizer_tensors(optimizer, weights.items())
 
 
 def list_compiler_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -134,7 +163,7 @@ def test_a_formula_that_rounds_otherwise_is_not_used(
 
     Without PyTorch's root, the update is one pass: that of a GPU.
     """
-    monkeypatch.setattr(quantised_update, "multiply_add", lambda a, b, c: a * b + c)
+    monkeypatch.setattr(exact_operations, "multiply_add", lambda a, b, c: a * b + c)
     monkeypatch.setattr(quantised_update, "take_root", torch.sqrt)
     expected = train("adamw_8bit", None)
     with caplog.at_level(logging.INFO, "shardwright.numerics"):

@@ -9,13 +9,18 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster, CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
-from shardwright.planner import Candidate, Efficiency, predict
-from shardwright.planner.candidate import LowRankAdapter
+from shardwright.planner import Candidate, Efficiency, Predictor, predict
+from shardwright.planner.candidate import LowRankAdapter, OffloadKind
+from shardwright.planner.engine_model import OptimizerKind
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
+from shardwright.planner.time.compute import (
+    compute_end_seconds,
+    compute_layer_seconds,
+    count_update_bytes,
+)
 from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_stages
@@ -510,3 +515,36 @@ def test_only_a_cpu_writes_the_product_before_it_adds_it_to_the_heads_gradient()
             for cluster in (gpu, cpu)
         )
         assert on_cpu - on_gpu == pytest.approx(4 * num_elements * separate_bytes / 1e11)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload", "clip_bytes", "read_bytes"),
+    [
+        ("adamw", "none", 8, 4),
+        ("adamw_8bit", "none", 8, 4),
+        ("adafactor", "none", 0, 0),
+        ("adamw", "optimizer", 0, 0),
+    ],
+)
+def test_a_compiled_update_clips_and_writes_working_weights_in_its_own_pass(
+    optimizer: OptimizerKind, offload: OffloadKind, clip_bytes: int, read_bytes: int
+) -> None:
+    facts = ModelFacts(models.read_shape("llama"))
+    plain = Candidate(Layout(), 128, optimizer=optimizer, offload=offload, working_weights=True)
+    compiled = replace(plain, compile_functions="auto")
+    cluster = models.make_cluster(1)
+    whole, reduced = (
+        count_update_bytes(1.0, each, cluster.accelerator) for each in (plain, compiled)
+    )
+    assert whole - reduced == clip_bytes
+    assert whole == count_update_bytes(1.0, compiled, replace(cluster.accelerator, kind="cpu"))
+    predictor = Predictor(facts, cluster, IDEAL)
+    before, after = (predictor.predict(each).time.optimizer for each in (plain, compiled))
+    if offload == "none":
+        uncast = predictor.predict(replace(plain, working_weights=False)).time.optimizer
+        saved_clip = uncast * clip_bytes / whole
+        # A cast reads 4 bytes and writes 2.
+        saved_cast = (before - uncast) * read_bytes / 6
+        assert before - after == pytest.approx(saved_clip + saved_cast)
+    else:
+        assert before == after

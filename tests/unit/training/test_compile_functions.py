@@ -14,6 +14,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch import auto_layout
 from shardwright.model.products import nf4
 from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.optim import one_pass_adamw
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
@@ -23,6 +24,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "
 RUNS: dict[str, dict[str, Any]] = {
     "NF4": {"adapters": {"rank": 4, "quantize": "nf4"}, "recompute": "selective"},
     "8-bit AdamW": {"optimizer": {"name": "adamw_8bit", "block_size": 64}},
+    "AdamW in one pass": {"precision": {"kind": "bf16", "working_weights": True}},
 }
 
 
@@ -46,6 +48,7 @@ def test_compiled_functions_do_not_change_a_run(
     if obstacle := find_compiler_obstacle(torch.device("cpu")):
         pytest.skip(obstacle)
     monkeypatch.setattr(nf4, "_fused_unpack", {})
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cpu", 4096)
     numbers = []
     for setting in ("auto", True):
         caplog.clear()

@@ -7,12 +7,13 @@ dtype as before. A cast made once has the bits of a cast made at each use.
 
 A copy is cast again at the start of a forward pass if its parameter has changed, or before it by
 an update that overlaps with the pass. torch counts in-place changes, but not those of fused
-optimizers, so an update calls `mark_changed`.
+optimizers, so an update calls `mark_changed`. An update that writes the copy too calls
+`mark_current` afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,28 @@ class _Slot(NamedTuple):
     """Name of a parameter of the module."""
 
 
+class WorkingWeight:
+    """The working weight of one parameter."""
+
+    def __init__(self, master: nn.Parameter, tensor: Tensor) -> None:
+        self.master = master
+        self.tensor = tensor
+        self._version: int | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """True if the parameter has not changed since the copy was written."""
+        return self.master._version == self._version
+
+    def mark_current(self) -> None:
+        """State that the copy has the parameter's values."""
+        self._version = self.master._version
+
+    def mark_changed(self) -> None:
+        """State that the parameter may have changed."""
+        self._version = None
+
+
 class WorkingWeights:
     """The working weights of a model's modules."""
 
@@ -69,41 +92,41 @@ class WorkingWeights:
             for name in module._buffers
             if name.startswith(PREFIX)
         ]
-        self._masters: list[nn.Parameter] = []
-        self.copies: list[Tensor] = []
+        self._weights: dict[Tensor, WorkingWeight] = {}
         for module, name in slots:
             parameter = module.get_parameter(name)
             if parameter.is_floating_point() and parameter.dtype != dtype:
                 copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 setattr(module, PREFIX + name, copy)
-                self._masters.append(parameter)
-                self.copies.append(copy)
-        self._versions: list[int | None] = [None] * len(self._masters)
+                assert parameter not in self._weights, f"{name} has two working weights"
+                self._weights[parameter] = WorkingWeight(parameter, copy)
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Tensors of all working weights."""
+        return [weight.tensor for weight in self._weights.values()]
+
+    def find(self, parameter: Tensor) -> WorkingWeight | None:
+        """Return the working weight of a parameter; None if it has none."""
+        return self._weights.get(parameter)
 
     def mark_changed(self) -> None:
         """State that all parameters may have changed."""
-        self._versions = [None] * len(self._masters)
+        for weight in self._weights.values():
+            weight.mark_changed()
 
     @torch.no_grad()
-    def update(self, parameters: Collection[Tensor] | None = None) -> None:
+    def update(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Cast those of the parameters (default: all) that have changed, in one call."""
-        chosen = None if parameters is None else set(map(id, parameters))
-        stale = [
-            index
-            for index, (master, version) in enumerate(
-                zip(self._masters, self._versions, strict=True)
-            )
-            if master._version != version and (chosen is None or id(master) in chosen)
-        ]
+        weights = self._weights.values() if parameters is None else map(self.find, parameters)
+        stale = [weight for weight in weights if weight is not None and not weight.is_current]
         if not stale:
             return
-        torch._foreach_copy_(_select(self.copies, stale), _select(self._masters, stale))
-        for index in stale:
-            self._versions[index] = self._masters[index]._version
-
-
-def _select(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-    return [tensors[index] for index in indices]
+        torch._foreach_copy_(
+            [weight.tensor for weight in stale], [weight.master for weight in stale]
+        )
+        for weight in stale:
+            weight.mark_current()
 
 
 def declare_working_weight(module: nn.Module, *names: str) -> None:

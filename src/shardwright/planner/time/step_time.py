@@ -24,7 +24,11 @@ from shardwright.planner.offload_costs import (
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import compute_update_seconds, count_update_bytes
+from shardwright.planner.time.compute import (
+    compute_update_seconds,
+    count_update_bytes,
+    has_one_pass_update,
+)
 from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
@@ -242,6 +246,8 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
     """Compute the seconds in which working weights are cast, once per step."""
     candidate = costs.candidate
     num_bytes = compute_working_bytes(costs.facts, candidate, load)
+    if has_one_pass_update(candidate, costs.network.cluster.accelerator):
+        return costs.rates.time_copy(num_bytes)
     read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(read_bytes + num_bytes)
 
@@ -268,7 +274,8 @@ def _compute_update_seconds(
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
         norm_seconds = norm_bytes / costs.rates.update_bytes_per_second
-        moved_bytes = count_update_bytes(num_elements, candidate) - norm_bytes
+        accelerator = costs.network.cluster.accelerator
+        moved_bytes = count_update_bytes(num_elements, candidate, accelerator) - norm_bytes
         return norm_seconds + compute_host_update_seconds(
             candidate, num_elements, moved_bytes, backward_seconds, profile
         )

@@ -1,0 +1,277 @@
+"""AdamW in one pass over memory: factor of the gradient, update, and copy of the new weights.
+
+The separate operations define the bits: a multiplication of the gradient, torch's fused kernel, and
+a cast. They read and write 8, 28 and 6 bytes per fp32 parameter and 16-bit copy; the one pass, 30.
+
+A step count is on the device, and the host must not wait for it. So what depends on counts is
+computed there for all parameters together, a few numbers each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.optim.exact_operations import CompileFunction, interpolate, multiply_add
+from shardwright.optim.sharded_optimizer import ParameterPiece, get_local_tensor
+
+_MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
+"""Elements from which a tensor is worth a call of its own, which takes the host about 0.1 ms;
+torch's kernel updates a list in one."""
+_CPU_VECTOR = 64
+"""Elements of which a CPU's tensor must have a multiple: torch rounds a remainder otherwise."""
+_ALIGNMENT_BYTES = 16
+"""Alignment that compiled code expects."""
+_SAMPLE_ELEMENTS = 67 * _CPU_VECTOR
+
+
+class AdamWTensors(NamedTuple):
+    """One parameter, its gradient and moments, `[N]` in fp32; all but the gradient change."""
+
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
+    copy: Tensor | None = None
+    """Receives the new weights, in its dtype."""
+
+
+class AdamWNumbers(NamedTuple):
+    """Numbers of one update that change between steps; CPU tensors without dims are arguments
+    of kernels."""
+
+    rates: Tensor
+    """Step size and sqrt(1 - beta2^t), in fp32 on the parameter's device; 16 bytes."""
+    decay: Tensor
+    """fp32. On a CPU 1 - lr x weight decay, elsewhere -lr x weight decay."""
+    gradient_factor: Tensor
+    """fp32."""
+    step: Tensor
+    """Count of the update, for torch's kernel."""
+    lr: Tensor
+    """fp64, for torch's kernel; so is the next."""
+    weight_decay: Tensor
+
+
+class AdamWConstants(NamedTuple):
+    """Numbers of one update that a graph contains."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
+def update_in_one_pass(
+    tensors: AdamWTensors, numbers: AdamWNumbers, constants: AdamWConstants
+) -> None:
+    """Update with the roundings of torch's kernels; the compiler makes one pass of it.
+
+    torch's kernel of a CPU takes constants in fp64 and rounds them. That of CUDA computes in fp32,
+    where its compiler contracts the decay to one rounding.
+    """
+    weights = tensors.weights
+    gradient = tensors.gradient * numbers.gradient_factor
+    beta1, beta2, eps = constants
+    if weights.is_cuda:
+        weights = multiply_add(torch.zeros_like(weights) + numbers.decay, weights, weights)
+        mean = _mix(tensors.mean, gradient, beta1)
+        square = _mix(tensors.square, gradient * gradient, beta2)
+    else:
+        weights = weights * numbers.decay
+        mean = interpolate(tensors.mean, gradient, 1 - beta1)
+        square = multiply_add((1 - beta2) * gradient, gradient, tensors.square * beta2)
+    step_size, root_correction = numbers.rates[:2].unbind()
+    denominator = square.sqrt() / root_correction + eps
+    weights = weights - step_size * mean / denominator
+    tensors.weights.copy_(weights)
+    tensors.mean.copy_(mean)
+    tensors.square.copy_(square)
+    if tensors.copy is not None:
+        tensors.copy.copy_(weights)
+
+
+def _mix(old: Tensor, new: Tensor, beta: float) -> Tensor:
+    """Compute beta x old + (1 - beta) x new as torch's CUDA kernel, by two fused operations."""
+    factor = torch.full_like(old, beta)
+    return multiply_add(factor, old, multiply_add(-factor, new, new))
+
+
+def update_separately(
+    tensors: AdamWTensors, numbers: AdamWNumbers, constants: AdamWConstants
+) -> None:
+    """Update by separate operations; the gradient stays as it is."""
+    torch._fused_adamw_(
+        [tensors.weights],
+        torch._foreach_mul([tensors.gradient], float(numbers.gradient_factor)),
+        [tensors.mean],
+        [tensors.square],
+        [],
+        [numbers.step],
+        lr=float(numbers.lr),
+        beta1=constants.beta1,
+        beta2=constants.beta2,
+        weight_decay=float(numbers.weight_decay),
+        eps=constants.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if tensors.copy is not None:
+        tensors.copy.copy_(tensors.weights)
+
+
+class OnePassAdamW:
+    """Update of the pieces for which the compiler has a function with the right bits."""
+
+    def __init__(self, compile_function: CompileFunction) -> None:
+        self._compile_function = compile_function
+
+    def update(
+        self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any], gradient_factor: float
+    ) -> list[ParameterPiece]:
+        """Update pieces of one group, and return those that remain to be updated.
+
+        Gradients stay as they are.
+        """
+        beta1, beta2 = group["betas"]
+        constants = AdamWConstants(beta1, beta2, group["eps"])
+        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
+        remaining: list[ParameterPiece] = []
+        for piece in pieces:
+            tensors = _collect_tensors(piece)
+            update = None if tensors is None else self._find_function(tensors, constants)
+            if tensors is None or update is None:
+                remaining.append(piece)
+            else:
+                chosen.append((piece, tensors, update))
+        if not chosen:
+            return remaining
+        steps = [piece.state["step"] for piece, _, _ in chosen]
+        torch._foreach_add_(steps, 1)
+        all_numbers = compute_numbers(steps, group, constants, gradient_factor)
+        for (piece, tensors, update), numbers in zip(chosen, all_numbers, strict=True):
+            update(_mark_varying(tensors), numbers, constants)
+            if piece.copy is not None:
+                piece.copy.mark_current()
+        return remaining
+
+    def _find_function(self, tensors: AdamWTensors, constants: AdamWConstants) -> Any:
+        """Return the compiled function for these dtypes and constants; None if there is none."""
+        copy_dtype = None if tensors.copy is None else tensors.copy.dtype
+        name = (
+            f"AdamW in one pass (copy {copy_dtype}, betas {constants.beta1:g} and "
+            f"{constants.beta2:g}, eps {constants.eps:g})"
+        )
+        update = self._compile_function(
+            name.replace("torch.", "").replace("copy None", "no copy"),
+            update_in_one_pass,
+            update_separately,
+            partial(_make_sample, copy_dtype, constants),
+        )
+        return None if update is update_separately else update
+
+
+def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:
+    """Return a piece's tensors, flat; None if the one pass does not apply."""
+    num_elements = piece.local.numel()
+    kind = piece.local.device.type
+    if kind not in _MIN_ELEMENTS or num_elements < _MIN_ELEMENTS[kind]:
+        return None
+    if kind == "cpu" and num_elements % _CPU_VECTOR:
+        return None
+    moments = (get_local_tensor(piece.state[key]) for key in ("exp_avg", "exp_avg_sq"))
+    tensors = [piece.local, piece.gradient, *moments]
+    if any(tensor.dtype != torch.float32 for tensor in tensors):
+        return None
+    if piece.copy is not None:
+        tensors.append(get_local_tensor(piece.copy.tensor))
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT_BYTES:
+            return None
+    return AdamWTensors(*(tensor.view(-1) for tensor in tensors))
+
+
+def compute_numbers(
+    steps: Sequence[Tensor],
+    group: Mapping[str, Any],
+    constants: AdamWConstants,
+    gradient_factor: float,
+) -> list[AdamWNumbers]:
+    """Compute the numbers of an update of each parameter with these counts; waits for nothing."""
+    lr = group["lr"]
+    weight_decay = group["weight_decay"]
+    if steps[0].is_cpu:
+        rates = _compute_rates_on_host([float(step) for step in steps], lr, constants)
+        decay = torch.tensor(1 - lr * weight_decay, dtype=torch.float32)
+    else:
+        fp32_lr, fp32_decay = torch.tensor([lr, weight_decay], dtype=torch.float32)
+        rates = _compute_rates_on_device(torch.stack(list(steps)), fp32_lr, constants)
+        # Zero, not minus zero, without decay: it keeps the sign of weights that are zero.
+        decay = 0.0 - fp32_lr * fp32_decay
+    factor = torch.tensor(gradient_factor, dtype=torch.float32)
+    exact_lr, exact_decay = torch.tensor([lr, weight_decay], dtype=torch.float64)
+    return [
+        AdamWNumbers(rate, decay, factor, step, exact_lr, exact_decay)
+        for rate, step in zip(rates, steps, strict=True)
+    ]
+
+
+_RATES_PER_PARAMETER = _ALIGNMENT_BYTES // 4
+"""Two rates in fp32, and padding."""
+
+
+def _compute_rates_on_host(
+    counts: Sequence[float], lr: float, constants: AdamWConstants
+) -> Sequence[Tensor]:
+    """Compute the rates as torch's kernel of a CPU, in fp64."""
+    padding = [0.0] * (_RATES_PER_PARAMETER - 2)
+    rates = [
+        [lr / (1 - constants.beta1**count), math.sqrt(1 - constants.beta2**count), *padding]
+        for count in counts
+    ]
+    return torch.tensor(rates, dtype=torch.float32).unbind()
+
+
+def _compute_rates_on_device(
+    counts: Tensor, lr: Tensor, constants: AdamWConstants
+) -> Sequence[Tensor]:
+    """Compute the rates as torch's CUDA kernel, in fp32."""
+    rates = counts.new_zeros(len(counts), _RATES_PER_PARAMETER)
+    rates[:, 0] = torch.div(lr, 1 - constants.beta1**counts)
+    rates[:, 1] = (1 - constants.beta2**counts).sqrt()
+    return rates.unbind()
+
+
+def _mark_varying(tensors: AdamWTensors) -> AdamWTensors:
+    """Mark the number of elements as one that varies between calls: all numbers share a graph."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    return tensors
+
+
+def _make_sample(
+    copy_dtype: torch.dtype | None, constants: AdamWConstants, device: torch.device
+) -> tuple[AdamWTensors, AdamWNumbers, AdamWConstants]:
+    """Make a parameter with the moments of two updates, gradients of all sizes and some zeros."""
+    generator = torch.Generator().manual_seed(0)
+    size = (_SAMPLE_ELEMENTS,)
+    weights = torch.randn(size, generator=generator).to(device)
+    magnitudes = 10.0 ** torch.randint(-12, 3, size, generator=generator)
+    copy = None if copy_dtype is None else torch.zeros(size, dtype=copy_dtype, device=device)
+    moments = (torch.zeros_like(weights), torch.zeros_like(weights))
+    step = torch.zeros((), device=device)
+    group = {"lr": 3e-3, "weight_decay": 0.1}
+    for _ in range(3):
+        gradient = torch.randn(size, generator=generator) * magnitudes
+        gradient[::7] = 0.0
+        tensors = AdamWTensors(weights, gradient.to(device), *moments, copy)
+        step = step + 1
+        (numbers,) = compute_numbers([step], group, constants, 0.37)
+        if int(step) < 3:
+            update_separately(tensors, numbers, constants)
+    return _mark_varying(tensors), numbers, constants
