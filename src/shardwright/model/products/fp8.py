@@ -60,6 +60,11 @@ class Scaling:
     code_dtype: torch.dtype = E4M3
     scale_format: ScaleFormat = "fp32"
 
+    @property
+    def is_whole(self) -> bool:
+        """True if one scale covers the operand."""
+        return self.rows is None and self.columns is None
+
 
 @dataclass(frozen=True)
 class ProductScaling:
