@@ -41,6 +41,8 @@ _SATURATION_BOUNDARIES = {E4M3: 464.0, E5M2: 61440.0}
 """Half-way from a format's largest number to the one that would follow."""
 _SMALLEST_MAXIMUM = 1e-12
 """Smaller maxima count as this, so that a block of zeros has a finite scale (as in torchao)."""
+_NAN_BITS = 0x7FC00000
+"""Bits of an fp32 NaN."""
 _SMALLEST_E8M0_MAXIMUM = torch.finfo(E4M3).max * 2.0**-127
 """Maximum whose scale is 2^-127, the smallest of the format E8M0."""
 
@@ -182,11 +184,12 @@ def _compute_multipliers(maxima: Tensor, scaling: Scaling) -> Tensor:
     smallest = _SMALLEST_E8M0_MAXIMUM if scaling.scale_format == "e8m0" else _SMALLEST_MAXIMUM
     # In fp64, rounded once: compiled code may compute an fp32 quotient as a product.
     largest = torch.finfo(scaling.code_dtype).max
-    multipliers = (largest / maxima.double().clamp(min=smallest)).float()
+    bits = (largest / maxima.double().clamp(min=smallest)).float().view(torch.int32)
     if scaling.scale_format != "fp32":
         # Without its mantissa, a number is the power of two below it. log2 is not exact.
-        multipliers = (multipliers.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(maxima.isfinite(), multipliers, torch.nan)
+        bits = bits & 0x7F800000
+    # Not a constant NaN: it differs from itself, and torch would not merge equal quantisations.
+    return torch.where(maxima.isfinite(), bits, _NAN_BITS).view(torch.float32)
 
 
 def apply_by_block(
