@@ -184,12 +184,20 @@ def _compute_multipliers(maxima: Tensor, scaling: Scaling) -> Tensor:
     smallest = _SMALLEST_E8M0_MAXIMUM if scaling.scale_format == "e8m0" else _SMALLEST_MAXIMUM
     # In fp64, rounded once: compiled code may compute an fp32 quotient as a product.
     largest = torch.finfo(scaling.code_dtype).max
-    bits = (largest / maxima.double().clamp(min=smallest)).float().view(torch.int32)
+    multipliers = (largest / maxima.double().clamp(min=smallest)).float()
     if scaling.scale_format != "fp32":
         # Without its mantissa, a number is the power of two below it. log2 is not exact.
-        bits = bits & 0x7F800000
-    # Not a constant NaN: it differs from itself, and torch would not merge equal quantisations.
-    return torch.where(maxima.isfinite(), bits, _NAN_BITS).view(torch.float32)
+        multipliers = (multipliers.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return mark_nonfinite(multipliers, maxima)
+
+
+def mark_nonfinite(scales: Tensor, maxima: Tensor) -> Tensor:
+    """Return fp32 scales, with NaN where the maximum is not finite.
+
+    The constant is the bits of a NaN: a NaN differs from itself, so torch would not merge equal
+    quantisations in compiled code.
+    """
+    return torch.where(maxima.isfinite(), scales.view(torch.int32), _NAN_BITS).view(torch.float32)
 
 
 def apply_by_block(
