@@ -6,7 +6,7 @@
 1. Kernels: every product of every recipe, those of experts too, against its emulation on the
    device, with its seconds and those of bf16. The step fails if one differs by more than the limit.
 2. Steps: layers of Llama 3 8B with optimizer, in bf16 and every recipe, plain and compiled, and
-   compiled all layers with 8-bit AdamW, which need about 100 GiB.
+   compiled all layers with 8-bit AdamW, which need about 100 GiB; seconds of kernels by kind.
 3. Curves: 200 steps of a small model on the text of Python's standard library, in bf16 with three
    seeds and in every recipe with the first: losses, and elements saturated or flushed to zero.
 
@@ -16,14 +16,13 @@ A recipe without a kernel on the device has the reason. A CPU emulates; its figu
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -33,29 +32,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_profile import wait
-from benchmarks.shapes import SHAPES, TINY
-from shardwright.architecture import read_config
+from benchmarks.gpu_quantised_steps import SIZES, Sizes, build_model, make_batch, time_steps
 from shardwright.config.low_precision import (
-    FP8Section,
     LowPrecisionRecipe,
-    NVFP4Section,
     select_fast_products,
 )
-from shardwright.config.training import OptimizerSection, PrecisionSection
-from shardwright.data.loader import MicroBatch
-from shardwright.layout import Layout
-from shardwright.model.decoder import Decoder
+from shardwright.config.training import OptimizerSection
 from shardwright.model.products.grouped_matmul import multiply_grouped
 from shardwright.model.products.kernel_support import describe_device, explain_missing_kernel
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import ScaledProducts
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.function_compiler import build_function_compiler
-from shardwright.numerics.loss import chunked_cross_entropy
-from shardwright.numerics.precision import resolve_dtypes
+from shardwright.model.products.wide_product import multiply_to
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout
-from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 RECIPE_NAMES: tuple[LowPrecisionRecipe, ...] = get_args(LowPrecisionRecipe)
@@ -74,62 +62,6 @@ _EXPERT_SHARES = (0.5, 0.0, 0.3, 0.2)
 _CALLS = {"cpu": 2, "cuda": 20}
 _SAVED_LOSSES = 20
 """Last losses whose mean is compared."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the three comparisons."""
-
-    tokens: int
-    """Tokens of a product."""
-    sides: tuple[int, int]
-    """Outputs and inputs of a product."""
-    layers: int
-    all_layers: int
-    """Layers of the whole model."""
-    step_tokens: int
-    timed_steps: int
-    curve_steps: int
-    curve_seeds: int
-    curve_config: dict[str, Any]
-    curve_shape: tuple[int, int]
-    """Rows and tokens of a step."""
-
-
-_SMALL = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
-SIZES = {
-    "real": Sizes(8192, (14336, 4096), 4, 32, 8192, 8, 200, 3, _SMALL, (16, 512)),
-    "tiny": Sizes(
-        128,
-        (256, 128),
-        1,
-        2,
-        128,
-        1,
-        3,
-        2,
-        _SMALL
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 1,
-        },
-        (1, 128),
-    ),
-}
 
 
 def find_obstacle(
@@ -153,15 +85,15 @@ def compare_kernels(
         for name, shape in shapes.items()
     }
     x, w, g = (operands[name] for name in "xwg")
-    factors: dict[str, tuple[Tensor, ...]] = {
+    factors: dict[str, tuple[Any, ...]] = {
         PRODUCTS[0]: (x, w),
         PRODUCTS[1]: (g, w),
-        PRODUCTS[2]: (g, x),
+        PRODUCTS[2]: (g, x, torch.float32),
     }
     plain: dict[str, Callable[[], Tensor]] = {
         PRODUCTS[0]: lambda: x @ w.t(),
         PRODUCTS[1]: lambda: g @ w,
-        PRODUCTS[2]: lambda: g.t() @ x,
+        PRODUCTS[2]: lambda: multiply_to(g.t(), x, torch.float32),
     }
     if recipe != "tensorwise" and find_obstacle(recipe, device, is_grouped=True) is None:
         experts = torch.stack([w * 2.0**expert for expert in range(len(_EXPERT_SHARES))])
@@ -207,135 +139,6 @@ def time_calls(work: Callable[[], object], device: torch.device) -> float:
         work()
     wait(device)
     return (time.perf_counter() - start_seconds) / _CALLS[device.type]
-
-
-def build_model(
-    config: dict[str, Any],
-    recipe: LowPrecisionRecipe | None,
-    device: torch.device,
-    batch_shape: tuple[int, int],
-    seed: int,
-    *,
-    is_compiled: bool = False,
-    draws_on_device: bool = False,
-) -> ParallelModel:
-    """Build the model in bf16, with quantised products of a recipe if one is given.
-
-    Args:
-        draws_on_device: draw weights quickly, by another generator than runs.
-    """
-    shape = read_config(config)
-    section = PrecisionSection(kind="bf16")
-    if recipe is not None:
-        section = PrecisionSection.of_low_precision(
-            NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
-        )
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    with torch.device("meta"):
-        decoder = Decoder(
-            shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
-            compute_dtype=resolve_dtypes(section).compute,
-        )
-    rows, tokens = batch_shape
-
-    def draw(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
-        if not draws_on_device:
-            return initialise_parameter(specs[name], seed, dtype=torch.float32, narrow=narrow)
-        values = torch.empty([length for _, length in narrow], device=device)
-        return values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
-
-    return apply_layout(
-        decoder,
-        build_plan(shape, Layout(), BatchPlan(tokens, rows, 1, 1), section),
-        None,
-        device,
-        read_slice=draw,
-        compile_blocks=is_compiled,
-    )
-
-
-def make_batch(ids_BT: Tensor) -> MicroBatch:
-    """Build a micro-batch of whole rows."""
-    rows, tokens = ids_BT.shape
-    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
-    return MicroBatch(
-        ids_BT,
-        labels_BT,
-        torch.arange(tokens).expand(rows, -1),
-        None,
-        torch.arange(rows),
-        int((labels_BT != -100).sum()),
-    )
-
-
-def time_steps(
-    recipe: LowPrecisionRecipe | None,
-    sizes: Sizes,
-    name: str,
-    device: torch.device,
-    is_compiled: bool,
-    has_all_layers: bool = False,
-) -> dict[str, Any]:
-    """Time optimizer steps of some or all layers on random tokens.
-
-    Returns:
-        Seconds of a step, those of its forward and backward pass, and peak bytes.
-    """
-    gc.collect()  # the model before this one
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    shapes = SHAPES | TINY
-    num_layers = sizes.all_layers if has_all_layers else sizes.layers
-    config = shapes[name].config
-    if name == "tiny":  # whole blocks of 128
-        config = config | sizes.curve_config
-    config = config | {"num_hidden_layers": num_layers}
-    tokens = sizes.step_tokens
-    model = build_model(
-        config, recipe, device, (1, tokens), 0, is_compiled=is_compiled, draws_on_device=True
-    )
-    optimizer = build_optimizer(
-        model.named_parameters(),
-        OptimizerSection(name="adamw_8bit" if has_all_layers else "adamw"),
-        learning_rate=1e-5,
-        weight_decay=0.1,
-        model=model,
-        compile_function=build_function_compiler("auto", device),
-    )
-    generator = torch.Generator().manual_seed(0)
-    batch = make_batch(torch.randint(0, config["vocab_size"], (1, tokens), generator=generator))
-
-    def run_passes() -> None:
-        accumulate_gradients(model, [batch], seed=0, step=0)
-
-    def run_update() -> None:
-        update_parameters(model, optimizer, learning_rate=1e-5, max_grad_norm=1.0)
-
-    for _ in range(2):
-        run_passes()
-        run_update()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds: list[float] = []
-    pass_seconds: list[float] = []
-    for number in range(2 * sizes.timed_steps):
-        wait(device)
-        start_seconds = time.perf_counter()
-        run_passes()
-        if number % 2:  # apart from the others: waiting takes time
-            wait(device)
-            pass_seconds.append(time.perf_counter() - start_seconds)
-        run_update()
-        wait(device)
-        if not number % 2:
-            seconds.append(time.perf_counter() - start_seconds)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {
-        "seconds": statistics.median(seconds),
-        "pass_seconds": statistics.median(pass_seconds),
-        "peak_bytes": peak,
-    }
 
 
 def read_text_ids(num_bytes: int) -> Tensor:

@@ -44,6 +44,11 @@ FAST_ACCUMULATION = """\
 Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
 {fast_limit:g}."""
 
+KERNELS_BY_KIND = """\
+Milliseconds of kernels in a forward and backward pass, profiled after the timed steps. Generated
+kernels that search maxima or write codes count as quantisation, with the norms, gates and rotations
+that the compiler merges into them."""
+
 OFFLOAD = """\
 Steps with states in host memory, each variant in a process of its own, on the same weights and
 tokens. Transfers: the longer one of the bytes to and from the device, at the rates of pinned copies
@@ -350,6 +355,11 @@ def _render_low_precision(result: dict[str, Any]) -> str:
         else (name, _escape(row["failed"]), "", "", "")
         for name, row in steps.items()
     ]
+    kinds = [
+        (name, *(f"{seconds * 1e3:.1f}" for seconds in row["kernel_seconds"].values()))
+        for name, row in steps.items()
+        if "kernel_seconds" in row
+    ]
     curves = [
         (
             name,
@@ -379,6 +389,16 @@ def _render_low_precision(result: dict[str, Any]) -> str:
             _render_table(
                 ("step", "ms", "times bf16", "passes, times bf16", "peak GiB"),
                 timed,
+            ),
+            *(
+                [
+                    KERNELS_BY_KIND,
+                    _render_table(
+                        ("passes", "products", "quantisation", "attention", "rest"), kinds
+                    ),
+                ]
+                if kinds
+                else []
             ),
             _render_table(("curve", *places, "final loss", "saturated", "flushed share"), curves),
             *(["\n".join(missing)] if missing else []),

@@ -349,6 +349,12 @@ def _run_wide_addmm(
     return out
 
 
+def _run_wide_mm(self: Tensor, mat2: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply 16-bit operands, and write the fp32 sums."""
+    product = torch.zeros((self.shape[0], mat2.shape[1]), dtype=out_dtype, device=self.device)
+    return _run_wide_addmm(product, self, mat2, out_dtype, out=product)
+
+
 def _run_silu_backward(d_out: Tensor, x: Tensor) -> Tensor:
     """Differentiate silu as torch composes it on a device type without a kernel for it.
 
@@ -369,6 +375,7 @@ def register() -> torch.library.Library:
     library.impl("_flash_attention_forward", _run_varlen, "CUDA")
     library.impl("_flash_attention_backward", _run_varlen_backward, "CUDA")
     library.impl("addmm.dtype_out", _run_wide_addmm, "CUDA")
+    library.impl("mm.dtype", _run_wide_mm, "CUDA")
     library.impl("_fused_rms_norm", _run_rms_norm, "CUDA")
     library.impl("_fused_rms_norm_backward", _run_rms_norm_backward, "CUDA")
     library.impl("silu_backward", _run_silu_backward, "CUDA")

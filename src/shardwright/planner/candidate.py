@@ -122,6 +122,8 @@ class Candidate:
     """True if the device has fused kernels for documents, windows, soft caps and sinks (CUDA)."""
     has_fused_norms: bool = True
     """True if one kernel computes a norm's gradient. On the CPU separate fp32 operations do."""
+    has_wide_products: bool = True
+    """True if one kernel multiplies 16-bit operands and writes fp32: not on the CPU."""
     has_fused_functions: bool = False
     """True if norms, gates and rotations are compiled functions (`model.fused_pointwise`)."""
     compile_functions: bool | Literal["auto"] = False

@@ -138,6 +138,11 @@ class EngineModel:
         return True
 
     @property
+    def has_wide_gradients(self) -> bool:
+        """True if products write gradients of fp32 weights in fp32 where the device can."""
+        return True
+
+    @property
     def weight_shard_stage(self) -> int:
         """Lowest ZeRO stage that shards the weights: all parameters are FSDP2's from stage 1."""
         return 1

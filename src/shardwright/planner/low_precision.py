@@ -150,6 +150,14 @@ class ScaledShares:
     """Weights that ZeRO may gather as codes; None if all are stored as `[in, out]`."""
 
     @property
+    def has_fp32_gradients(self) -> bool:
+        """True if the kernels of weight gradients can write fp32: those of bf16, and of scales of
+        tensors."""
+        return self.has_wide_weight_gradients or (
+            self.spanning is not None and self.spanning.operands == "tensors"
+        )
+
+    @property
     def eager_bytes(self) -> float:
         """Bytes moved per element to quantise in separate operations."""
         return EAGER_4BIT_BYTES if self.has_4bit_operands else EAGER_BYTES

@@ -123,7 +123,7 @@ class Predictor:
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""
         if self.cluster.accelerator.kind == "cpu":
-            candidate = replace(candidate, has_fused_norms=False)
+            candidate = replace(candidate, has_fused_norms=False, has_wide_products=False)
         facts = _get_facts(self.facts, candidate)
         loads = (
             predict_memory(facts, candidate, load, self.efficiency)

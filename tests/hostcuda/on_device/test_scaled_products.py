@@ -25,7 +25,12 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.hashing import hash_numbers
 from shardwright.model.products import fp8
 from shardwright.model.products.operand import PRODUCT_SCALINGS, list_scales, quantise
-from shardwright.model.products.product import ProductRule, multiply_by_expert
+from shardwright.model.products.product import (
+    ProductRule,
+    WeightGradientStore,
+    multiply,
+    multiply_by_expert,
+)
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.recompute import build_recompute_runner
@@ -146,6 +151,68 @@ def test_the_chosen_products_accumulate_fast(name: str, fast_product: FP8Product
             getattr(scaled, product)(*arguments)
         is_bf16 = (name, product) == ("rowwise_with_gw_hp", "compute_weight_gradient")
         assert recorder.is_fast == ([] if is_bf16 else [product.endswith(fast_product)]), product
+
+
+class ResultRecorder(TorchDispatchMode):
+    """Recorder of the operators that compute a tensor of this shape, with its dtype."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.results: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape == self.shape:
+            self.results.append((func.name().removeprefix("aten::"), result.dtype))
+        return result
+
+
+_PRODUCT_OF_GRADIENT = {
+    None: ("mm.dtype", torch.float32),
+    "tensorwise": ("_scaled_mm_v2", torch.float32),
+    "rowwise": ("_scaled_mm_v2", torch.bfloat16),  # the kernel writes 16 bits only
+    "rowwise_with_gw_hp": ("mm.dtype", torch.float32),
+}
+
+
+@pytest.mark.parametrize("has_working_weight", [False, True])
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", _PRODUCT_OF_GRADIENT)
+def test_products_write_gradients_of_fp32_weights_in_fp32(
+    name: str | None, transposed: bool, is_deferred: bool, has_working_weight: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (64, 48) if transposed else (48, 64)
+    weight = nn.Parameter(torch.randn(shape, generator=generator).to(GPU))
+    x = torch.randn(32, 64, generator=generator).bfloat16().to(GPU)
+    g = torch.randn(32, 48, generator=generator).bfloat16().to(GPU)
+    scaled = None if name is None else ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False)
+    store = WeightGradientStore() if is_deferred else None
+    rule = ProductRule(64, transposed, store, scaled)
+    working = weight.detach().bfloat16() if has_working_weight else None
+    product = multiply(x, weight, None, rule, working)
+    with ResultRecorder((64, 48) if transposed and name is None else (48, 64)) as recorder:
+        if store is None:
+            product.backward(g)
+        else:
+            with store.defer() as products:
+                product.backward(g)
+            assert weight.grad is None
+            store.accumulate(products)
+    operator, dtype = _PRODUCT_OF_GRADIENT[name]
+    conversions = [] if dtype == torch.float32 else [("_to_copy", torch.float32)]
+    views = ("t", "detach", "view")
+    found = [result for result in recorder.results if result[0] not in views]
+    assert found == [(operator, dtype), *conversions]
+    if "mm.dtype" in operator:
+        expected = g.cpu().float().t() @ x.cpu().float()
+        assert weight.grad is not None
+        actual = weight.grad.cpu()
+        torch.testing.assert_close(
+            actual.t() if transposed else actual, expected, rtol=1e-5, atol=1e-5
+        )
 
 
 class GroupedCallCounter(TorchDispatchMode):

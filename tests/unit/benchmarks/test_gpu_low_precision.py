@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from benchmarks import gpu_low_precision
 from benchmarks.gpu_page import _render_low_precision, render_page
+from benchmarks.gpu_quantised_steps import sum_by_kind
 
 RECIPES = ("tensorwise", "mxfp8", "nvfp4")
 
@@ -35,6 +36,9 @@ def test_everything_is_compared(result: dict[str, Any]) -> None:
         for row in products.values()
     )
     assert list(result["steps"]) == ["bf16", *RECIPES]
+    for step in result["steps"].values():
+        assert step["kernel_seconds"]["products"] > 0
+        assert sum(step["kernel_seconds"].values()) >= sum(k["seconds"] for k in step["kernels"])
     assert list(result["curves"]) == ["bf16, seed 0", "bf16, seed 1", *RECIPES]
     curves = result["curves"]
     plain = curves["bf16, seed 0"]["losses"]
@@ -44,6 +48,23 @@ def test_everything_is_compared(result: dict[str, Any]) -> None:
         assert curves[recipe]["losses"] == pytest.approx(plain, rel=0.01)
         assert (curves[recipe]["saturated"], curves[recipe]["nonfinite"]) == (0, 0)
         assert curves[recipe]["num_counted"] > 0
+
+
+def test_kernels_are_summed_by_kind() -> None:
+    kinds = {
+        "nvjet_qqtst_128x256_128x6_2x1_v_bz_coopA_TNT": "products",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "products",
+        "void cutlass::device_kernel<at::cuda::detail::f8f8bf16_rowwise>": "products",
+        "void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "triton_red_fused_abs_add_amax_mean_mul_pow_rsqrt_view_0": "quantisation",
+        "triton_poi_fused__scaled_mm_v2_clone_permute_7": "quantisation",
+        "triton_poi_fused_add_div_exp_mul_neg_sigmoid_3": "rest",
+        "Memcpy DtoD (Device -> Device)": "rest",
+    }
+    for name, kind in kinds.items():
+        seconds = sum_by_kind([{"name": name, "seconds": 2.0}, {"name": name, "seconds": 1.0}])
+        assert {key: value for key, value in seconds.items() if value} == {kind: 3.0}, name
 
 
 def test_a_kernel_that_differs_fails_the_step(
@@ -66,6 +87,7 @@ def test_the_page_names_missing_and_failed_recipes(result: dict[str, Any]) -> No
     assert "- blockwise: no kernel on this GPU" in page
     assert "RuntimeError: a\\|b" in page
     assert "| bf16, seed 1 |" in page
+    assert "| passes | products | quantisation | attention | rest |" in page
     whole = render_page(
         {"steps": [{"name": "low precision", "part": 7, "status": "passed", "result": changed}]}
     )

@@ -8,6 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import LowPrecisionRecipe
@@ -15,6 +17,7 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.model import Decoder
 from shardwright.model.hashing import hash_numbers
 from shardwright.model.moe import ExpertStack
+from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import (
     PRODUCT_SCALINGS,
@@ -124,6 +127,18 @@ def test_layers_share_one_graph_and_quantise_the_same(
     decoder(ids_BT, labels_BT=ids_BT, row_weight=0.5 if model == "mixtral" else None).backward()
     assert not decoder.rounding_totals.pop_table(torch.device("cpu")).any()
     assert counter.counts == (1, 1)
+
+
+@pytest.mark.parametrize("scaling", [*SCALINGS, *PRODUCT_SCALINGS["nvfp4"].output], ids=str)
+def test_compiled_code_quantises_an_operand_of_several_products_once(scaling: Scaling) -> None:
+    def trace(num_products: int) -> int:
+        def quantise_for_products(values: Tensor) -> list[Tensor]:
+            return [quantise(values, scaling).codes.float() + n for n in range(num_products)]
+
+        graph = make_fx(quantise_for_products, tracing_mode="fake")(torch.ones(256, 384))
+        return len(fx_graph_cse(graph.graph).nodes)
+
+    assert trace(2) == trace(1) + 1, "what reads the codes"
 
 
 @cache

@@ -98,7 +98,7 @@ def test_a_layer_computes_the_three_products_of_its_recipe(
     assert torch.equal(
         gradients["x"].flatten(0, 1), ScaledProducts(recipe).compute_input_gradient(g_MN, w_NK)
     )
-    weight_gradient = ScaledProducts(recipe).compute_weight_gradient(g_MN, x_MK).float()
+    weight_gradient = ScaledProducts(recipe).compute_weight_gradient(g_MN, x_MK, torch.float32)
     assert torch.equal(gradients["weight"], weight_gradient.t() if transposed else weight_gradient)
 
 

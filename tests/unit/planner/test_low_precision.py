@@ -32,6 +32,7 @@ from shardwright.planner.low_precision import (
     build_scaled_shares,
     explain_missing_kernels,
 )
+from shardwright.planner.memory.block_weights import get_weight_bytes
 from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import plan_recipe
@@ -386,3 +387,33 @@ def test_the_two_tables_of_kernels_agree() -> None:
                 planned = explain_missing_kernels(section, accelerator, each) is None
                 checked = explain_missing_kernel(recipe, device, is_grouped=is_grouped) is None
                 assert planned == checked, (generation, recipe, is_grouped)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_wide"),
+    [
+        (None, True),
+        ("tensorwise", True),
+        ("rowwise", False),
+        ("rowwise_with_gw_hp", True),
+        ("blockwise", False),
+        ("mxfp8", False),
+    ],
+)
+def test_gradients_of_dense_weights_are_written_in_fp32_where_a_kernel_can(
+    recipe: LowPrecisionRecipe | None, is_wide: bool
+) -> None:
+    shares = recipe and build_scaled_shares(read_config(LLAMA), FP8Section(recipe=recipe))
+    candidate = Candidate(
+        Layout(), 2048, precision="fp8" if recipe else "bf16", scaled_shares=shares or None
+    )
+    narrow = (2, 4)
+    for each, expected in (
+        (candidate, (4, 0) if is_wide else narrow),
+        (replace(candidate, has_wide_products=False), narrow),
+        (replace(candidate, layout=Layout(tp=2, async_tensor_parallel="chunked")), narrow),
+    ):
+        weight = get_weight_bytes(each, is_deferred=False)
+        assert (weight.result, weight.converted) == expected
+    expert = get_weight_bytes(candidate, is_deferred=False, is_expert=True)
+    assert (expert.result, expert.converted) == narrow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -494,11 +495,15 @@ def test_replicated_gradients_are_cast_added_and_copied_to_buckets(
     kind = facts.kinds[0]
     candidate = Candidate(layout, 128, 1, num_micro_batches)
     elements = facts.count_elements(layout).layers[kind.slot]
-    forward, backward = count_weight_traffic_bytes(facts, kind, candidate)
+    count = partial(count_weight_traffic_bytes, facts, kind)
+    forward, backward = count(candidate, has_wide_products=False)
     assert forward == elements.local_matrices * (4 + 2)
     assert backward == pytest.approx(elements.local_matrices * gradient_bytes)
+    # fp32 sums are written, 2 bytes more, and not converted, 6 bytes less.
+    wide = count(candidate, has_wide_products=True)[1]
+    assert backward - wide == pytest.approx(elements.local_matrices * (6 - 2))
     full = replace(candidate, precision="fp32")
-    assert count_weight_traffic_bytes(facts, kind, full)[1] == pytest.approx(
+    assert count(full, has_wide_products=True)[1] == pytest.approx(
         elements.local * (gradient_bytes - 6)
     )
 

@@ -432,6 +432,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         recompute=case.recompute,
         saved_results=case.saved,
         has_fused_norms=False,  # a rehearsal runs as the CPU does
+        has_wide_products=False,
         has_masked_kernels=False,
     )
     load = get_pipeline(facts, case.layout, case.steps, TOKENS).build_rank_load(case.rank)

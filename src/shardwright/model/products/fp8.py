@@ -41,6 +41,8 @@ _SATURATION_BOUNDARIES = {E4M3: 464.0, E5M2: 61440.0}
 """Half-way from a format's largest number to the one that would follow."""
 _SMALLEST_MAXIMUM = 1e-12
 """Smaller maxima count as this, so that a block of zeros has a finite scale (as in torchao)."""
+_NAN_BITS = 0x7FC00000
+"""Bits of an fp32 NaN."""
 _SMALLEST_E8M0_MAXIMUM = torch.finfo(E4M3).max * 2.0**-127
 """Maximum whose scale is 2^-127, the smallest of the format E8M0."""
 
@@ -59,6 +61,11 @@ class Scaling:
     columns: int | None
     code_dtype: torch.dtype = E4M3
     scale_format: ScaleFormat = "fp32"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if one scale covers the operand."""
+        return self.rows is None and self.columns is None
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,16 @@ def _compute_multipliers(maxima: Tensor, scaling: Scaling) -> Tensor:
     if scaling.scale_format != "fp32":
         # Without its mantissa, a number is the power of two below it. log2 is not exact.
         multipliers = (multipliers.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(maxima.isfinite(), multipliers, torch.nan)
+    return mark_nonfinite(multipliers, maxima)
+
+
+def mark_nonfinite(scales: Tensor, maxima: Tensor) -> Tensor:
+    """Return fp32 scales, with NaN where the maximum is not finite.
+
+    The constant is the bits of a NaN: a NaN differs from itself, so torch would not merge equal
+    quantisations in compiled code.
+    """
+    return torch.where(maxima.isfinite(), scales.view(torch.int32), _NAN_BITS).view(torch.float32)
 
 
 def apply_by_block(

@@ -192,7 +192,7 @@ def _compute_outer_scales(maxima: Tensor, outer: Scaling) -> Tensor:
         # Without its mantissa, a number is the power of two below it; its inverse is exact.
         inverses = _divide(torch.full_like(clamped, largest), clamped)
         scales = 1.0 / (inverses.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(maxima.isfinite(), scales, torch.nan)
+    return fp8.mark_nonfinite(scales, maxima)
 
 
 def _compute_multipliers(block_scales: Tensor, outer_RB: Tensor) -> Tensor:

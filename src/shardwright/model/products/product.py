@@ -32,6 +32,7 @@ from shardwright.model.products.grouped_matmul import (
     multiply_grouped,
 )
 from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.model.products.wide_product import has_wide_results, multiply_to
 from shardwright.model.products.working_weights import read_weight
 
 
@@ -63,15 +64,22 @@ def multiply(
     is_packed = weight.dtype == torch.uint8
     is_scaled = rule.scaled is not None
     is_deferrable = rule.store is not None and not is_packed and torch.is_grad_enabled()
-    if not (is_packed or is_scaled or is_deferrable):
+    is_wide = (
+        weight.dtype == torch.float32
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and has_wide_results(x)
+    )
+    if not (is_packed or is_scaled or is_deferrable or is_wide):
         matrix = read_weight(weight, working, x.dtype)
         return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
-    operand = weight if is_packed else read_weight(weight, working, x.dtype)
+    # Detached: the product's own gradient has the parameter's dtype.
+    operand = weight if is_packed else read_weight(weight.detach(), working, x.dtype)
     reference = _WeightReference(weight) if is_deferrable else None
     if is_packed or is_scaled:
-        product: Tensor = _LinearProduct.apply(x, operand, None, rule, reference)
+        product: Tensor = _LinearProduct.apply(x, weight, operand, None, rule, reference)
         return product if bias is None else product + bias
-    product = _LinearProduct.apply(x, operand, bias, rule, reference)
+    product = _LinearProduct.apply(x, weight, operand, bias, rule, reference)
     return product
 
 
@@ -96,13 +104,15 @@ def multiply_by_expert(
     return multiply_grouped(x_MI, operand, counts_E, transposed=not rule.is_transposed)
 
 
-def compute_weight_gradient(gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule) -> Tensor:
-    """Compute the gradient of a linear layer's weight, in the weight's orientation."""
+def compute_weight_gradient(
+    gradient_NO: Tensor, x_NI: Tensor, rule: ProductRule, dtype: torch.dtype
+) -> Tensor:
+    """Compute the gradient of a linear layer's weight, in the weight's orientation and `dtype`."""
     if rule.scaled is not None:
-        product_OI = rule.scaled.compute_weight_gradient(gradient_NO, x_NI)
+        product_OI = rule.scaled.compute_weight_gradient(gradient_NO, x_NI, dtype)
         return product_OI.t().contiguous() if rule.is_transposed else product_OI
     left, right = (x_NI, gradient_NO) if rule.is_transposed else (gradient_NO, x_NI)
-    return left.t() @ right
+    return multiply_to(left.t(), right, dtype)
 
 
 class LayerReference(NamedTuple):
@@ -133,7 +143,8 @@ class DeferredProduct(NamedTuple):
     def accumulate(self) -> None:
         """Multiply, and add the result to the weight's gradient."""
         x_NI, gradient_NO = self.inputs
-        accumulate_gradient(self.weight, compute_weight_gradient(gradient_NO, x_NI, self.rule))
+        gradient = compute_weight_gradient(gradient_NO, x_NI, self.rule, self.weight.dtype)
+        accumulate_gradient(self.weight, gradient)
 
 
 def accumulate_gradient(weight: nn.Parameter, gradient: Tensor) -> None:
@@ -233,22 +244,25 @@ class _WeightReference(NamedTuple):
 
 
 class _LinearProduct(torch.autograd.Function):
-    """Product that saves packed bytes as they are, scales operands and defers weight gradients."""
+    """Product that saves packed bytes as they are, scales operands, defers weight gradients, and
+    computes these in the weight's dtype. `operand` is the weight in the precision of x."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        operand: Tensor,
         bias: Tensor | None,
         rule: ProductRule,
         reference: _WeightReference | None,
     ) -> Tensor:
         ctx.rule = rule
         ctx.reference = reference
+        ctx.weight_dtype = weight.dtype
         # Only the weight's gradient needs x.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        matrix_OI = _read_matrix(weight, rule, x.dtype)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, operand)
+        matrix_OI = _read_matrix(operand, rule, x.dtype)
         if rule.scaled is None:
             return F.linear(x, matrix_OI, bias)
         product_NO = rule.scaled.compute_output(x.flatten(0, -2), matrix_OI)
@@ -256,16 +270,16 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, operand = ctx.saved_tensors
         rule: ProductRule = ctx.rule
         gradient = gradients[0]
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad[:4]
         # Detached: `flatten` returns a matrix itself, and stored tensors must not keep
         # autograd's graph.
         gradient_NO = gradient.detach().flatten(0, -2)
         x_gradient = None
         if needs_x:
-            matrix_OI = _read_matrix(weight, rule, gradient.dtype)
+            matrix_OI = _read_matrix(operand, rule, gradient.dtype)
             if rule.scaled is None:
                 x_gradient = gradient @ matrix_OI
             else:
@@ -278,8 +292,8 @@ class _LinearProduct(torch.autograd.Function):
             if rule.store is not None and rule.store.products is not None:
                 rule.store.add(DeferredProduct(ctx.reference.weight, [x_NI, gradient_NO], rule))
             else:
-                weight_gradient = compute_weight_gradient(gradient_NO, x_NI, rule)
-        return x_gradient, weight_gradient, bias_gradient, None, None
+                weight_gradient = compute_weight_gradient(gradient_NO, x_NI, rule, ctx.weight_dtype)
+        return x_gradient, weight_gradient, None, bias_gradient, None, None
 
 
 def _read_matrix(weight: Tensor, rule: ProductRule, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ from shardwright.model.products.operand import (
     transpose,
 )
 from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
+from shardwright.model.products.wide_product import multiply_to
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
 
@@ -149,17 +150,22 @@ class ScaledProducts:
         g_operand = self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key)
         return self._multiply("input_gradient", g_operand, w_operand, g_MN.dtype)
 
-    def compute_weight_gradient(self, g_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """Compute g^T x, `[N, K]`, in g's dtype."""
+    def compute_weight_gradient(
+        self, g_MN: Tensor, x_MK: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Compute g^T x, `[N, K]`, in `dtype`, by default g's.
+
+        A wider dtype than g's saves a rounding where scales are those of tensors: other kernels of
+        quantised operands write 16 bits.
+        """
+        dtype = dtype or g_MN.dtype
         if self.scaling.weight_gradient is None:
-            return g_MN.t() @ x_MK
+            return multiply_to(g_MN.t(), x_MK, dtype)
         g_scaling, x_scaling = self.scaling.weight_gradient
-        return self._multiply(
-            "weight_gradient",
-            transpose(self.quantise(g_MN, g_scaling, _G)),
-            self.quantise(x_MK, x_scaling, _X),
-            g_MN.dtype,
-        )
+        left = transpose(self.quantise(g_MN, g_scaling, _G))
+        right = self.quantise(x_MK, x_scaling, _X)
+        result_dtype = dtype if g_scaling.is_whole and x_scaling.is_whole else g_MN.dtype
+        return self._multiply("weight_gradient", left, right, result_dtype).to(dtype)
 
     def compute_expert_output(self, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, N]`, in x's dtype."""

@@ -309,7 +309,7 @@ def _take_weight_gradient(
     if store is not None and store.products is not None:
         store.add(DeferredProduct(layer.weight, [x_NI, gradient_NO], layer.rule))
         return None
-    return compute_weight_gradient(gradient_NO, x_NI, layer.rule)
+    return compute_weight_gradient(gradient_NO, x_NI, layer.rule, x_NI.dtype)
 
 
 def _orient(matrix: Tensor | None, layer: LayerReference) -> Tensor:

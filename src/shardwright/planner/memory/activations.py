@@ -108,6 +108,7 @@ def get_layer_activations(
         candidate.attention,
         candidate.has_masked_kernels,
         candidate.has_fused_norms,
+        candidate.has_wide_products,
         candidate.has_fused_functions,
         candidate.compile,
         candidate.adapted_roles,
@@ -198,6 +199,7 @@ def _compute_layer_activations(
             tensors_of_block,
             is_deferred=True,
             weight_bytes=get_weight_bytes(candidate, is_deferred=True),
+            expert_bytes=get_weight_bytes(candidate, is_deferred=True),
         )
         deferred = (
             compute_deferred_bytes(deferring_block),
@@ -352,6 +354,7 @@ def build_block_tensors(
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
+        expert_bytes=get_weight_bytes(candidate, is_deferred=False, is_expert=True),
         temporaries=compute_block_temporaries(facts, kind, candidate),
     )
 

@@ -2,7 +2,7 @@
 
 An operation allocates its results while its saved tensors are live, and frees these tensors and the
 gradients that it read when it has finished. Products also free the cast of their weight and leave
-the gradient of the weight, which is first computed in the compute precision.
+the gradient of the weight, which some kernels first compute in the compute precision.
 
 Bytes on this rank, from the block's output to its input: r the residual stream, n all of its tokens
 at model width, f feed-forward width, q queries, k keys, e rows of experts, v rows that are sent
@@ -129,6 +129,7 @@ class BlockTensorBytes:
     """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
     weight_bytes: WeightBytes
+    expert_bytes: WeightBytes
     temporaries: BlockTemporaries
 
 
@@ -147,7 +148,6 @@ def compute_norm_gradient_bytes(
 def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     """Compute the peak bytes of a block's backward pass, beyond its saved or recomputed
     tensors."""
-    weight = tensor_bytes.weight_bytes
     live = peak = tensor_bytes.stream
     if tensor_bytes.is_repeated and tensor_bytes.routed:
         # The end of the repeated forward pass: input of the feed-forward, and results of experts in
@@ -163,6 +163,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     for operation in _list_operations(tensor_bytes):
         elements = operation.elements
         temporaries = operation.temporaries
+        weight = tensor_bytes.expert_bytes if operation.is_expert else tensor_bytes.weight_bytes
         peak = max(
             peak,
             live + temporaries.input_gradient,
@@ -212,6 +213,7 @@ class _Operation(NamedTuple):
     elements: float = 0.0
     """Elements of its weight."""
     temporaries: ProductTemporaries = ProductTemporaries()
+    is_expert: bool = False
 
 
 def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
@@ -327,11 +329,11 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield _Operation(rows, rows - ordered if block.unpadded else -rows)
         if block.num_expert_parts:
             yield exchange
-    down = (block.elements.down, block.temporaries.down)
+    down = (block.elements.down, block.temporaries.down, True)
     yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down)
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
-    up = (block.elements.up, block.temporaries.up)
+    up = (block.elements.up, block.temporaries.up, True)
     yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up)
     if sent:
         yield _Operation(sent, sent - rows)

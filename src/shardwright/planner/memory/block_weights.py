@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.backward_peak import ProductElements, WeightBytes
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
+from shardwright.planner.time.memory_traffic import has_wide_gradients
 
 UP_ROLES = ("gate", "up", "gate_up", "expert_gate_up")
 DOWN_ROLES = ("down", "expert_down")
@@ -32,11 +33,14 @@ def count_product_elements(
     return ProductElements(down, up, output, projections)
 
 
-def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> WeightBytes:
+def get_weight_bytes(
+    candidate: Candidate, *, is_deferred: bool, is_expert: bool = False
+) -> WeightBytes:
     """Return the bytes per element of a block's matrices in its backward pass.
 
     Args:
         is_deferred: the gradients of weights are computed later.
+        is_expert: of matrices of experts.
     """
     size = candidate.activation_bytes
     master = candidate.master_bytes
@@ -51,9 +55,11 @@ def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> WeightBytes:
         return WeightBytes(cast=cast)
     layout = candidate.layout
     is_added = candidate.gradient_accumulation_steps > 1 or layout.dp_replicate > 1
+    is_wide = candidate.has_wide_products and not is_expert and has_wide_gradients(candidate)
+    is_converted = size != master and not is_wide
     return WeightBytes(
-        result=size,
-        converted=0.0 if size == master else master,
+        result=size if is_converted else master,
+        converted=master if is_converted else 0.0,
         remaining=0.0 if is_added else master,
         cast=cast,
     )

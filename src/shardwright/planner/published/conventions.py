@@ -163,6 +163,10 @@ class FrameworkConventions(EngineModel):
         return self.weight_bytes is None
 
     @property
+    def has_wide_gradients(self) -> bool:
+        return False
+
+    @property
     def weight_shard_stage(self) -> int:
         return 1 if self.weight_bytes is None else 3
 

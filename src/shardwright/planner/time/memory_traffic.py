@@ -278,11 +278,27 @@ def compute_local_sides(product: Matmul, candidate: Candidate) -> tuple[float, f
     return num_out, num_in
 
 
+def has_wide_gradients(candidate: Candidate) -> bool:
+    """Return True if products write gradients of replicated dense weights in fp32, on a device with
+    such kernels."""
+    shares = candidate.quantised_shares
+    layout = candidate.layout
+    return (
+        candidate.engine.has_wide_gradients
+        and not (layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"))
+        and (shares is None or shares.has_fp32_gradients)
+    )
+
+
 def count_weight_traffic_bytes(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, *, has_wide_products: bool
 ) -> tuple[float, float]:
     """Count bytes moved for weights rather than tokens: casts at use, copies from gathers and
-    to reductions, sums of gradients."""
+    to reductions, conversions and sums of gradients.
+
+    Args:
+        has_wide_products: kernels multiply 16-bit operands and write fp32.
+    """
     layout = candidate.layout
     size = candidate.activation_bytes
     master = candidate.master_bytes
@@ -299,8 +315,12 @@ def count_weight_traffic_bytes(
     sum_bytes = _count_sum_bytes(candidate)
     if size == master:
         return 0.0, elements.local * sum_bytes
-    cast = 0.0 if candidate.has_working_weights else elements.local_matrices * (master + size)
-    return cast, elements.local_matrices * (size + master + sum_bytes)
+    matrices = elements.local_matrices
+    cast = 0.0 if candidate.has_working_weights else matrices * (master + size)
+    # A product that writes fp32 writes more than the operands' precision has, and is not converted.
+    is_wide = has_wide_products and has_wide_gradients(candidate)
+    wide = matrices - elements.expert_local if is_wide else 0.0
+    return cast, matrices * (size + master + sum_bytes) - wide * 2 * size
 
 
 def _count_sum_bytes(candidate: Candidate) -> float:

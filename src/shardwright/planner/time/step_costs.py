@@ -148,8 +148,16 @@ class StepCosts:
         self.pipeline_wait = LayerTraffic(
             tensor=_compute_pipelined_wait_seconds(candidate.layout, network)
         )
+        has_wide_products = rates.cluster.accelerator.kind != "cpu"
         self.weight_seconds = [
-            tuple(map(rates.time_copy, count_weight_traffic_bytes(facts, kind, candidate)))
+            tuple(
+                map(
+                    rates.time_copy,
+                    count_weight_traffic_bytes(
+                        facts, kind, candidate, has_wide_products=has_wide_products
+                    ),
+                )
+            )
             for kind in facts.kinds
         ]
 

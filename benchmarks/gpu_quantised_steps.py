@@ -1,0 +1,260 @@
+"""Steps of layers of Llama 3 8B in bf16 and with quantised products: models, sizes, seconds, and
+kernels by kind."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_profile import summarise_kernels, wait
+from benchmarks.shapes import SHAPES, TINY
+from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
+from shardwright.config.training import OptimizerSection, PrecisionSection
+from shardwright.data.loader import MicroBatch
+from shardwright.layout import Layout
+from shardwright.model.decoder import Decoder
+from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.function_compiler import build_function_compiler
+from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.precision import resolve_dtypes
+from shardwright.optim import build_optimizer
+from shardwright.parallel import ParallelModel, apply_layout
+from shardwright.plans import BatchPlan, build_plan
+from shardwright.training.step import accumulate_gradients, update_parameters
+
+_NUM_KERNELS = 30
+_QUANTISATION = ("amax", "scaled_mm", "clamp")
+"""Operators in the names of generated kernels that search maxima or write codes."""
+_ATTENTION = ("flash", "fmha", "attention")
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "::mm", "::addmm", "::bmm")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the three comparisons."""
+
+    tokens: int
+    """Tokens of a product."""
+    sides: tuple[int, int]
+    """Outputs and inputs of a product."""
+    layers: int
+    all_layers: int
+    """Layers of the whole model."""
+    step_tokens: int
+    timed_steps: int
+    curve_steps: int
+    curve_seeds: int
+    curve_config: dict[str, Any]
+    curve_shape: tuple[int, int]
+    """Rows and tokens of a step."""
+
+
+_SMALL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+SIZES = {
+    "real": Sizes(8192, (14336, 4096), 4, 32, 8192, 8, 200, 3, _SMALL, (16, 512)),
+    "tiny": Sizes(
+        128,
+        (256, 128),
+        1,
+        2,
+        128,
+        1,
+        3,
+        2,
+        _SMALL
+        | {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+        },
+        (1, 128),
+    ),
+}
+
+
+def build_model(
+    config: dict[str, Any],
+    recipe: LowPrecisionRecipe | None,
+    device: torch.device,
+    batch_shape: tuple[int, int],
+    seed: int,
+    *,
+    is_compiled: bool = False,
+    draws_on_device: bool = False,
+) -> ParallelModel:
+    """Build the model in bf16, with quantised products of a recipe if one is given.
+
+    Args:
+        draws_on_device: draw weights quickly, by another generator than runs.
+    """
+    shape = read_config(config)
+    section = PrecisionSection(kind="bf16")
+    if recipe is not None:
+        section = PrecisionSection.of_low_precision(
+            NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
+        )
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+    with torch.device("meta"):
+        decoder = Decoder(
+            shape,
+            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
+            compute_dtype=resolve_dtypes(section).compute,
+        )
+    rows, tokens = batch_shape
+
+    def draw(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
+        if not draws_on_device:
+            return initialise_parameter(specs[name], seed, dtype=torch.float32, narrow=narrow)
+        values = torch.empty([length for _, length in narrow], device=device)
+        return values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
+
+    return apply_layout(
+        decoder,
+        build_plan(shape, Layout(), BatchPlan(tokens, rows, 1, 1), section),
+        None,
+        device,
+        read_slice=draw,
+        compile_blocks=is_compiled,
+    )
+
+
+def make_batch(ids_BT: Tensor) -> MicroBatch:
+    """Build a micro-batch of whole rows."""
+    rows, tokens = ids_BT.shape
+    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
+    return MicroBatch(
+        ids_BT,
+        labels_BT,
+        torch.arange(tokens).expand(rows, -1),
+        None,
+        torch.arange(rows),
+        int((labels_BT != -100).sum()),
+    )
+
+
+def time_steps(
+    recipe: LowPrecisionRecipe | None,
+    sizes: Sizes,
+    name: str,
+    device: torch.device,
+    is_compiled: bool,
+    has_all_layers: bool = False,
+) -> dict[str, Any]:
+    """Time optimizer steps of some or all layers on random tokens.
+
+    Returns:
+        Seconds of a step, those of its forward and backward pass, those of kernels of these passes
+        by kind, the kernels with the most time, and peak bytes.
+    """
+    gc.collect()  # the model before this one
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    run_passes, run_update = _build_step(
+        recipe, sizes, name, device, is_compiled=is_compiled, has_all_layers=has_all_layers
+    )
+    for _ in range(2):
+        run_passes()
+        run_update()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds: list[float] = []
+    pass_seconds: list[float] = []
+    for number in range(2 * sizes.timed_steps):
+        wait(device)
+        start_seconds = time.perf_counter()
+        run_passes()
+        if number % 2:  # apart from the others: waiting takes time
+            wait(device)
+            pass_seconds.append(time.perf_counter() - start_seconds)
+        run_update()
+        wait(device)
+        if not number % 2:
+            seconds.append(time.perf_counter() - start_seconds)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as recorded:
+        run_passes()
+        wait(device)
+    kernels = summarise_kernels(recorded, device)
+    return {
+        "seconds": statistics.median(seconds),
+        "pass_seconds": statistics.median(pass_seconds),
+        "peak_bytes": peak,
+        "kernel_seconds": sum_by_kind(kernels),
+        "kernels": kernels[:_NUM_KERNELS],
+    }
+
+
+def _build_step(
+    recipe: LowPrecisionRecipe | None,
+    sizes: Sizes,
+    name: str,
+    device: torch.device,
+    *,
+    is_compiled: bool,
+    has_all_layers: bool,
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Build model and optimizer; return functions that run a step's passes, and its update."""
+    config = (SHAPES | TINY)[name].config
+    if name == "tiny":  # whole blocks of 128
+        config = config | sizes.curve_config
+    num_layers = sizes.all_layers if has_all_layers else sizes.layers
+    config = config | {"num_hidden_layers": num_layers}
+    tokens = sizes.step_tokens
+    model = build_model(
+        config, recipe, device, (1, tokens), 0, is_compiled=is_compiled, draws_on_device=True
+    )
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        OptimizerSection(name="adamw_8bit" if has_all_layers else "adamw"),
+        learning_rate=1e-5,
+        weight_decay=0.1,
+        model=model,
+        compile_function=build_function_compiler("auto", device),
+    )
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(torch.randint(0, config["vocab_size"], (1, tokens), generator=generator))
+    update = partial(update_parameters, model, optimizer, learning_rate=1e-5, max_grad_norm=1.0)
+    return partial(accumulate_gradients, model, [batch], seed=0, step=0), update
+
+
+def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Sum the seconds of kernels by kind.
+
+    A generated kernel that quantises may contain the operations before it: norms, gates, rotations.
+    """
+    seconds = dict.fromkeys(("products", "quantisation", "attention", "rest"), 0.0)
+    for kernel in kernels:
+        seconds[_find_kind(kernel["name"].lower())] += kernel["seconds"]
+    return seconds
+
+
+def _find_kind(name: str) -> str:
+    if name.startswith("triton"):
+        return "quantisation" if any(part in name for part in _QUANTISATION) else "rest"
+    if any(part in name for part in _ATTENTION):
+        return "attention"
+    return "products" if any(part in name for part in _PRODUCTS) else "rest"
