@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 from typing import NamedTuple
 
 from shardwright.config.offload import OffloadTier
@@ -106,18 +105,6 @@ def sum_tier_bytes(
         if tier != "none":
             totals[tier] += num_bytes
     return totals
-
-
-def count_resident_layers(candidate: Candidate, layers_per_stage: float) -> float:
-    """Count the layers whose saved tensors are on the device at most; inf without offloading.
-
-    One layer computes while another one's tensors leave or return. In a pipeline the last layer
-    of the latest forward pass stays, too, until the next one begins; a stage of one layer waits
-    for no tensors to return.
-    """
-    if candidate.activation_offload == "none":
-        return inf
-    return 2.0 + (candidate.layout.pp > 1 and layers_per_stage > 1)
 
 
 class LayerTransfers(NamedTuple):

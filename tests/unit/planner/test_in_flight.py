@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from operator import le
+
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.planner.time.pipeline import count_deferred_passes, count_passes_in_flight
-from shardwright.schedule import Action, count_peak_activations, load_schedule
+from shardwright.planner.memory.parameter_memory import BackwardMoment
+from shardwright.planner.time.pipeline import count_passes_in_flight, list_backward_moments
+from shardwright.schedule import Schedule, count_peak_activations, load_schedule, plan_steps
 from shardwright.schedule.registry import PIPELINE_SCHEDULES
+from shardwright.schedule.transfers import Transfer
 
 
 @pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
@@ -27,41 +31,67 @@ def test_formulas_equal_counts_on_the_schedules(name: str) -> None:
     assert compared > 50
 
 
-def list_moments(row: tuple[Action, ...]) -> set[tuple[int, int, int]]:
-    """List, for every I, the passes that are saved and those that wait for their W then, and 1 if
-    the latest forward pass is one of the former."""
+def list_moments(schedule: Schedule, rank: int) -> set[BackwardMoment]:
+    """List, for every I and B, what is in memory then, from the sets of actions before it."""
+    row = schedule.rows[rank]
+    num_stages = schedule.num_stages // schedule.num_ranks
     moments = set()
-    for position, action in enumerate(row):
-        if action.kind != "I":
+    inputs: set[tuple[int, int]] = set()
+    early: set[Transfer] = set()
+    for position, step in enumerate(plan_steps(schedule)[rank]):
+        action = step.action
+        early |= set(step.posted_receives)
+        if step.awaited_transfer is not None:
+            early.remove(step.awaited_transfer)
+            if action.kind == "F":
+                inputs.add(action[1:])
+        if action.kind not in ("I", "B"):
             continue
         done = {(other.kind, other.stage, other.micro_batch) for other in row[:position]}
         started = {(stage, number) for kind, stage, number in done if kind == "F"}
         passed = {(stage, number) for kind, stage, number in done if kind in ("I", "B")}
-        passed.add((action.stage, action.micro_batch))
+        outputs = started - passed - {(schedule.num_stages - 1, action.micro_batch)}
+        num_messages = len(inputs - passed) + len(outputs) + len(early)
+        passed.add(action[1:])
         waiting = {
             (stage, number)
             for kind, stage, number in done
             if kind == "I" and ("W", stage, number) not in done
         }
         latest = [other[1:] for other in row[:position] if other.kind == "F"][-1]
-        moments.add((len(started - passed), len(waiting), int(latest not in passed)))
+        with_gradients = {stage for kind, stage, _ in done | {tuple(action)} if kind in ("W", "B")}
+        moments.add(
+            BackwardMoment(
+                len(started - passed) / num_stages,
+                len(waiting) / num_stages,
+                int(latest not in passed),
+                len(with_gradients) / num_stages,
+                num_messages,
+                action.kind == "I",
+            )
+        )
     return moments
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zbv", "dualpipev"])
-def test_deferred_passes_are_those_of_the_whole_schedule(name: str) -> None:
-    """Counted on the first micro-batches only, they are those of many, and no moment has more."""
+def test_backward_moments_are_those_of_the_whole_schedule(name: str) -> None:
+    """Counted on the first micro-batches only, they are those of many, and no moment has more; but
+    for one message: a channel's receives are posted in order."""
     for ranks, micro_batches in ((2, 4), (2, 13), (3, 12), (4, 24)):
-        rows = load_schedule(name, ranks, micro_batches).rows
-        for row, counted in zip(
-            rows, count_deferred_passes(name, ranks, micro_batches), strict=True
-        ):
-            moments = list_moments(row)
-            assert set(counted) <= moments
+        schedule = load_schedule(name, ranks, micro_batches)
+        for rank, counted in enumerate(list_backward_moments(name, ranks, micro_batches)):
+            moments = list_moments(schedule, rank)
+            assert all(
+                moment in moments
+                or moment._replace(num_messages=moment.num_messages + 1) in moments
+                for moment in counted
+            )
             assert all(
                 any(
-                    saved <= other[0] and waiting <= other[1] and staying == other[2]
+                    moment.is_deferring == other.is_deferring
+                    and moment.num_staying == other.num_staying
+                    and all(map(le, moment, other._replace(num_messages=other.num_messages + 1)))
                     for other in counted
                 )
-                for saved, waiting, staying in moments
+                for moment in moments
             )

@@ -12,23 +12,24 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import (
     LayerActivations,
     compute_end_activation_bytes,
+    compute_logit_bytes,
     compute_shared_table_bytes,
     get_layer_activations,
 )
-from shardwright.planner.memory.parameter_memory import DeferringMoment, StageLoad
+from shardwright.planner.memory.parameter_memory import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
-from shardwright.planner.offload_costs import count_resident_layers
 
 
 class LiveActivations(NamedTuple):
     """Bytes of activations: of one pass through the rank's layers, of embedding, head and stage
-    outputs in a pass, of tables shared by all layers, and of pipeline messages. Of the largest
-    layer: saved, recomputed and gradients."""
+    outputs in a pass, of tables shared by all layers, of pipeline messages and of gathers of
+    sequence parallelism. Of the largest layer: saved, recomputed and gradients."""
 
     layer_bytes: float
     end_bytes: float
     table_bytes: float
     message_bytes: float
+    gather_bytes: float
     num_layers: int
     max_resident_layers: float
     """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
@@ -41,9 +42,7 @@ class LiveActivations(NamedTuple):
     """Input of the last norm, if the rank has the head."""
     deferring_bytes: float
     """Of the largest layer: recomputed bytes and gradients where those of weights are deferred."""
-    passed_bytes: float
-    """Of a pass that runs backward: input of its stage, output and the gradient of that, which are
-    no layer's if its saved tensors are offloaded."""
+    stage_output_bytes: float
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
     backward_moments: tuple[tuple[float, float], ...]
@@ -80,16 +79,17 @@ class LiveActivations(NamedTuple):
             + in_flight * self.end_bytes
             + self.table_bytes * max(1.0, in_flight)
             + self.message_bytes
+            + self.gather_bytes
         )
 
-    def list_last_backward_passes(self, in_flight: float) -> list[tuple[int, float]]:
-        """List the backward passes of the last layers of the first of `in_flight` passes, whose
-        later layers are freed: layers that have not finished, and bytes on the device.
+    def list_last_backward_passes(self, load: StageLoad) -> list[tuple[int, float]]:
+        """List the backward passes of the last layers of the first pass in flight, whose later
+        layers are freed: layers that have not finished, and bytes on the device.
 
         Of offloaded layers, the one that computes and the one whose saved tensors return.
         """
         added = self.recomputed_bytes + self.gradient_bytes
-        num_others = max(0.0, in_flight - 1.0)
+        num_others = max(0.0, load.num_in_flight - 1.0)
         if not self.is_offloaded:
             others = self.compute_saved_bytes(num_others)
             return [(pending, num_bytes + others) for pending, num_bytes in self.ending_moments]
@@ -99,42 +99,61 @@ class LiveActivations(NamedTuple):
         found = []
         for num_returning in range(1 + self.can_return):
             num_layers = min(
-                self.max_resident_layers - (1 - num_returning) * self.can_return,
-                in_flight * self.num_layers,
+                1.0 + num_returning + load.count_staying_layers(min_gradient_share=1.0),
+                load.num_in_flight * self.num_layers,
             )
             found.append(
                 (1 + num_returning, num_layers * self.largest_layer_bytes + others + added)
             )
         return found
 
-    def compute_bytes_while_deferring(self, load: StageLoad, moment: DeferringMoment) -> float:
-        """Compute the bytes during the backward pass of a stage's first layer, when its other
-        layers and some passes wait for the gradients of their weights."""
+    def compute_bytes_in_backward(self, load: StageLoad, moment: BackwardMoment) -> float:
+        """Compute the bytes during a backward pass: that of a stage's first layer, when its other
+        layers and some passes wait for the gradients of their weights, or of its last layer if it
+        defers none."""
         if self.is_offloaded:
-            return self._compute_offloaded_bytes_while_deferring(moment)
+            return self._compute_offloaded_bytes_in_backward(load, moment)
+        deferred = moment.num_deferred * self.deferred_layer_bytes
+        if not moment.is_deferring:
+            num_passes = moment.num_saved + 1.0 / load.num_stages
+            added = self.recomputed_bytes + self.gradient_bytes
+            return self.compute_saved_bytes(num_passes) + deferred + added
         num_layers = self.num_layers / load.num_stages
-        num_waiting = moment.num_deferred + (num_layers - 1.0) / self.num_layers
         return (
             self.compute_saved_bytes(moment.num_saved)
-            + num_waiting * self.deferred_layer_bytes
+            + deferred
+            + (num_layers - 1.0) / self.num_layers * self.deferred_layer_bytes
             + self.largest_layer_bytes
             + self.deferring_bytes
         )
 
-    def _compute_offloaded_bytes_while_deferring(self, moment: DeferringMoment) -> float:
+    def _compute_offloaded_bytes_in_backward(
+        self, load: StageLoad, moment: BackwardMoment
+    ) -> float:
         """Compute the bytes when inputs of the layer before leave, and saved tensors of the next
         one return, or inputs of the pass that computes gradients of weights next."""
+        num_layers = self.num_layers / load.num_stages
+        returning = self.can_return * self.largest_layer_bytes
         deferred = self.deferred_layer_bytes / self.num_layers
-        has_others = moment.num_deferred > 0.0
-        returning = max(self.can_return * self.largest_layer_bytes, has_others * deferred)
-        return (
-            self._replace(layer_bytes=0.0).compute_saved_bytes(moment.num_saved)
-            + (1.0 + moment.num_staying) * self.largest_layer_bytes
-            + returning
-            + (self.can_return or has_others) * deferred
-            + self.deferring_bytes
-            + self.passed_bytes
+        num_passes = moment.num_saved + 1.0 / load.num_stages
+        num_messages = moment.num_messages + load.num_gradient_senders
+        resident = (
+            (1.0 + moment.num_staying) * self.largest_layer_bytes
+            + num_messages * self.stage_output_bytes
+            + num_passes * self.table_bytes
+            + self.gather_bytes
         )
+        if not moment.is_deferring:
+            return resident + returning + self.recomputed_bytes + self.gradient_bytes
+        leaving = self.can_return * deferred
+        others = (moment.num_deferred > 0.0) * deferred
+        # Of more than two layers, one returns while inputs of another one leave.
+        beside = (
+            leaving + max(returning, others)
+            if num_layers > 2.0
+            else max(leaving, returning) + others
+        )
+        return resident + beside + self.deferring_bytes
 
     def compute_offloaded_bytes(self, load: StageLoad) -> float:
         """Compute the most bytes that have left the device: of all passes but those of the last
@@ -152,7 +171,8 @@ class LiveActivations(NamedTuple):
                 - moment.num_staying * self.largest_layer_bytes
                 + moment.num_deferred * self.deferred_layer_bytes
                 + max(saved, deferred - (not moment.num_deferred) * last_layer)
-                for moment in load.deferring_moments
+                for moment in load.backward_moments
+                if moment.is_deferring
             ),
         )
 
@@ -166,22 +186,6 @@ def _compute_mean_saved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Can
     in_bf16 = replace(candidate, precision="bf16", num_fp4_layers=None)
     bf16_saved = get_layer_activations(facts, kind, in_bf16).saved_bytes
     return share * saved + (1.0 - share) * bf16_saved
-
-
-def _compute_message_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Compute the bytes of buffers of pipeline messages and of sequence-parallel gathers."""
-    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
-    messages = 0.0
-    if candidate.layout.pp > 1:
-        message = candidate.residual_tokens * token_bytes
-        messages = load.num_stages * message  # a receive is posted before it is needed
-        if candidate.engine.has_ordered_frees:
-            # A sent gradient remains until a later message shows that it has arrived.
-            messages += load.num_gradient_senders * message
-    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
-        gathered = candidate.micro_batch_tokens * token_bytes
-        messages += candidate.engine.compute_sequence_buffer_bytes(gathered)
-    return messages
 
 
 def compute_live_activations(
@@ -201,14 +205,33 @@ def compute_live_activations(
             kinds.append((kind, layer))
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
-    messages = _compute_message_bytes(facts, candidate, load)
-    passed = 0.0
-    if candidate.layout.pp > 1:  # a stage's output is saved until its gradient arrives
-        message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
-        ends += (load.num_stages - load.has_head) * message
-        has_middle_stage = load.num_stages > load.has_embedding + load.has_head
-        passed = message * (3.0 if has_middle_stage else 2.0 if load.has_embedding else 1.0)
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
+    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
+    message = messages = gathers = 0.0
+    if candidate.layout.pp > 1:
+        message = candidate.residual_tokens * token_bytes
+        messages = load.num_stages * message  # a receive is posted before it is needed
+        if candidate.engine.has_ordered_frees:
+            # A sent gradient remains until a later message shows that it has arrived.
+            messages += load.num_gradient_senders * message
+            if load.has_head and candidate.layout.schedule == "gpipe":
+                # Every loss but the one whose backward pass runs has computed its gradients.
+                waiting = candidate.micro_batch_tokens * token_bytes
+                waiting += compute_logit_bytes(facts, candidate)[1]
+                messages += (load.num_in_flight - 1.0) * waiting
+        num_outputs = load.num_stages - load.has_head
+        ends += num_outputs * message  # saved until its gradient arrives
+        if candidate.activation_offload != "none":
+            # Inputs that other ranks sent do not leave with their layers' saved tensors, and the
+            # gradient of an output remains after the last layer has read it.
+            ends += load.num_gradient_senders * message
+            if num_outputs and sum(load.layers) > load.num_stages:
+                gradients += message
+                deferring += message
+    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
+        gathers = candidate.engine.compute_sequence_buffer_bytes(
+            candidate.micro_batch_tokens * token_bytes
+        )
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
     returning: tuple[tuple[int, float], ...] = ()
@@ -232,15 +255,16 @@ def compute_live_activations(
         ends,
         compute_shared_table_bytes(facts, candidate),
         messages,
+        gathers,
         sum(load.layers),
-        count_resident_layers(candidate, sum(load.layers) / load.num_stages),
+        load.count_resident_layers(candidate),
         sum(load.layers) > load.num_stages,
         largest,
         recomputed,
         gradients,
         head_bytes if load.has_head else 0.0,
         deferring,
-        passed,
+        message,
         deferred,
         moments,
         ending,

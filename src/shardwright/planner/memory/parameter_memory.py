@@ -5,7 +5,7 @@ Parts that persist between steps follow the trainer's `placement.build_parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -17,17 +17,24 @@ from shardwright.planner.model_costs import (
     ParameterElements,
     get_layer_recompute,
 )
-from shardwright.planner.offload_costs import count_resident_layers
 
 
-class DeferringMoment(NamedTuple):
-    """Passes in memory besides the one that runs backward and defers its weight gradients."""
+class BackwardMoment(NamedTuple):
+    """Passes in memory besides the one that runs backward, under a schedule that defers gradients
+    of weights."""
 
     num_saved: float
     num_deferred: float
     """Passes whose weight gradients wait."""
     num_staying: int
     """1 if the last layer of another pass has just run forward: not offloaded yet."""
+    gradient_share: float
+    """Share of the rank's stages that have gradients of weights when the pass ends."""
+    num_messages: int
+    """Inputs and outputs of stages in these passes and the one that runs, and inputs that are
+    received early."""
+    is_deferring: bool
+    """True if the pass defers its own weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,29 @@ class StageLoad:
     num_stages: int = 1
     num_gradient_senders: int = 0
     """Stages whose input's gradient goes to another rank."""
-    deferring_moments: tuple[DeferringMoment, ...] = ()
-    """Under a schedule that defers gradients of weights: the moments with most passes."""
+    backward_moments: tuple[BackwardMoment, ...] = ()
+    """Under a schedule that defers gradients of weights: the moments with most in memory."""
+
+    def count_staying_layers(self, min_gradient_share: float = 0.0) -> int:
+        """Return 1 if the last layer of another pass has just run forward in some backward pass,
+        and at least this share of the stages has gradients then."""
+        if not self.backward_moments:
+            return int(self.num_in_flight * self.num_stages > 1.0)
+        return max(
+            moment.num_staying
+            for moment in self.backward_moments
+            if moment.gradient_share >= min_gradient_share
+        )
+
+    def count_resident_layers(self, candidate: Candidate) -> float:
+        """Count the layers whose saved tensors are on the device at most; inf without offloading.
+
+        One layer computes while another one's tensors leave or return. The last layer of the latest
+        forward pass stays, too, until the next one begins.
+        """
+        if candidate.activation_offload == "none":
+            return inf
+        return 1.0 + (sum(self.layers) > self.num_stages) + self.count_staying_layers()
 
 
 class PersistentMemory(NamedTuple):
@@ -308,6 +336,10 @@ def compute_gathered_bytes(
         return elements * candidate.get_gather_bytes(parameters)
     if not _has_casts(candidate):
         return 0.0
+    if should_include_root:  # rows of the embedding are read without a cast of its table
+        root_bytes = (
+            count_root_elements(facts, candidate, replace(load, has_embedding=False)) * size
+        )
     # Casts are saved for the backward pass with the activations of their layer, once per
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
     # exist.
@@ -316,7 +348,7 @@ def compute_gathered_bytes(
         saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
         return (group + saved) * size + root_bytes
     saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
-    resident = count_resident_layers(candidate, sum(load.layers) / load.num_stages)
+    resident = load.count_resident_layers(candidate)
     if resident != inf:
         saved = min(saved, resident * count_group_elements(facts, candidate, load))
     return saved * size + root_bytes
@@ -388,7 +420,7 @@ def compute_offloaded_cast_bytes(
 def compute_gradient_bytes_at_loss(candidate: Candidate, gradients: float) -> float:
     """Compute gradient bytes of earlier micro-batches, and of buffers that persist for the
     whole run."""
-    is_accumulated = candidate.gradient_accumulation_steps > 1
+    is_accumulated = has_earlier_gradients(candidate)
     has_buckets = _has_buckets(candidate)
     if is_accumulated and has_buckets and candidate.engine.has_master_weights:
         return 2.0 * gradients  # DDP accumulates earlier micro-batches outside its buckets
@@ -396,9 +428,21 @@ def compute_gradient_bytes_at_loss(candidate: Candidate, gradients: float) -> fl
     return gradients if has_buffers else 0.0
 
 
+def has_earlier_gradients(candidate: Candidate) -> bool:
+    """Return True if earlier micro-batches have left gradients when most activations are saved.
+
+    GPipe saves those of all micro-batches before the first backward pass.
+    """
+    layout = candidate.layout
+    is_gpipe = layout.pp > 1 and layout.schedule == "gpipe"
+    return candidate.gradient_accumulation_steps > 1 and not is_gpipe
+
+
 def _has_buckets(candidate: Candidate) -> bool:
     """Return True if gradients are views of persistent buckets (DDP)."""
-    return candidate.layout.zero_stage == 0 and candidate.layout.dp_replicate > 1
+    layout = candidate.layout
+    sums_stages = candidate.engine.sums_whole_stages and layout.pp > 1
+    return layout.zero_stage == 0 and layout.dp_replicate > 1 and not sums_stages
 
 
 def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import compute_logit_bytes, compute_quantising_bytes
@@ -37,6 +38,7 @@ from shardwright.planner.memory.parameter_memory import (
     compute_working_bytes,
     count_group_elements,
     count_root_elements,
+    has_earlier_gradients,
     has_saved_casts,
 )
 from shardwright.planner.model_costs import ModelFacts
@@ -56,11 +58,15 @@ def predict_memory(
     known."""
     persistent = persistent or compute_persistent_memory(facts, candidate, load)
     live = compute_live_activations(facts, candidate, load)
+    steady_load = load
+    if not has_earlier_gradients(candidate) and load.num_in_flight > 1.0:
+        # The first backward pass leaves the gradients to which the second one adds.
+        steady_load = replace(load, num_in_flight=load.num_in_flight - 1.0)
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
         *(
             _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
-            for moment in live.list_last_backward_passes(load.num_in_flight)
+            for moment in live.list_last_backward_passes(steady_load)
         ),
         _compute_update_peak(candidate, persistent),
     )
@@ -118,6 +124,20 @@ def _count_process_groups(candidate: Candidate) -> int:
     )
 
 
+class _Moment(NamedTuple):
+    """Bytes at one moment, and numbers of blocks with offloaded weights, and with their gradients,
+    on the device."""
+
+    activations: float
+    logits: float
+    num_blocks: tuple[float, float]
+    has_root: bool = False
+    """True if the root's parameters are gathered."""
+    workspaces: float = 0.0
+    gradient_share: float = 1.0
+    """Share of the gradients that exist, if earlier micro-batches have left any."""
+
+
 def _compute_loss_peak(
     facts: ModelFacts,
     candidate: Candidate,
@@ -144,30 +164,31 @@ def _compute_loss_peak(
     in_backward = (2.0, (2.0 + has_shards) * is_returning)
     beside_leaving = (2.0, in_backward[1] + 1.0)
     saved_in_head = saved
-    if live.is_offloaded and live.can_return and layout.pp == 1:
-        # The layer before the last one has left, and returns when the backward pass begins.
-        saved_in_head -= live.largest_layer_bytes
-    moments = [(saved_in_head, logits, load.has_head, 0.0, at_loss)]
+    if live.is_offloaded:  # all layers but the last one have left
+        saved_in_head = live._replace(max_resident_layers=1.0).compute_saved_bytes(
+            load.num_in_flight
+        )
+    moments = [_Moment(saved_in_head, logits, at_loss, has_root=load.has_head)]
     if candidate.engine.has_ordered_frees and load.has_head:
         saved -= live.head_bytes  # the last norm's input, freed before the layers' backward pass
         if gradients and not candidate.is_sharded and not facts.shape.tied_embeddings:
             remaining = 0.0  # the gradient of the head's weight is added to an existing one
     if quantising := compute_quantising_bytes(facts, candidate):
-        moments.append((saved, 0.0, True, quantising, at_loss))
-    moments += [
-        (saved - freed + added, remaining, False, 0.0, in_backward)
-        for freed, added in live.backward_moments
-    ]
-    if candidate.engine.has_ordered_frees:
+        moments.append(_Moment(saved, 0.0, at_loss, has_root=True, workspaces=quantising))
+    if candidate.engine.has_ordered_frees and load.backward_moments:
         moments += [
-            (
-                live.compute_bytes_while_deferring(load, moment),
+            _Moment(
+                live.compute_bytes_in_backward(load, moment),
                 remaining,
-                False,
-                0.0,
                 in_backward,
+                gradient_share=moment.gradient_share,
             )
-            for moment in load.deferring_moments
+            for moment in load.backward_moments
+        ]
+    else:
+        moments += [
+            _Moment(saved - freed + added, remaining, in_backward)
+            for freed, added in live.backward_moments
         ]
     if persistent.moved.block_gradients and persistent.moved.num_blocks > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of
@@ -177,13 +198,7 @@ def _compute_loss_peak(
         if any(has_saved_casts(candidate, kind) for kind in facts.kinds):
             others -= count_group_elements(facts, candidate, load) * candidate.activation_bytes
         moments.append(
-            (
-                others + live.recomputed_bytes + live.gradient_bytes,
-                remaining,
-                False,
-                0.0,
-                beside_leaving,
-            )
+            _Moment(others + live.recomputed_bytes + live.gradient_bytes, remaining, beside_leaving)
         )
     if load.has_head and not (candidate.has_fused_norms or candidate.has_fused_functions):
         # The last norm's gradient, before any layer has freed activations; the norm's output
@@ -191,15 +206,13 @@ def _compute_loss_peak(
         stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
         is_unfused = facts.shape.norm != "layer"
         moments.append(
-            (
+            _Moment(
                 saved_in_head
                 + stream
                 + compute_norm_gradient_bytes(
                     stream, candidate.activation_bytes, is_fused=not is_unfused
                 ),
                 remaining,
-                False,
-                0.0,
                 at_loss,
             )
         )
@@ -210,30 +223,33 @@ def _compute_loss_peak(
         reduced = num_reduced * live.largest_layer_bytes
         other_layers = saved - reduced
         in_reduced = beside_leaving if has_shards and is_returning else in_backward
-        moments.append((other_layers, remaining, False, reduction, in_reduced))
+        moments.append(_Moment(other_layers, remaining, in_reduced, workspaces=reduction))
         # During the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
         in_reduction = compute_pending_reduction_bytes(
             candidate, count_group_elements(facts, candidate, load)
         )
         moments += [
-            (saved - max(freed, reduced) + added, remaining, False, in_reduction, in_reduced)
+            _Moment(
+                saved - max(freed, reduced) + added, remaining, in_reduced, workspaces=in_reduction
+            )
             for freed, added in live.backward_moments
         ]
     peaks = [
         MemoryParts(
             weights=persistent.weights,
             optimizer=persistent.optimizer,
-            gradients=gradients + persistent.moved.compute_gradient_bytes(num_blocks[1]),
-            activations=activations,
-            logits=at_head,
+            gradients=gradients * moment.gradient_share
+            + persistent.moved.compute_gradient_bytes(moment.num_blocks[1]),
+            activations=moment.activations,
+            logits=moment.logits,
             gathered=compute_gathered_bytes(
-                facts, candidate, load, persistent.parameters, should_include_root=root
+                facts, candidate, load, persistent.parameters, should_include_root=moment.has_root
             )
-            + persistent.moved.compute_weight_bytes(num_blocks[0]),
-            workspaces=workspaces,
+            + persistent.moved.compute_weight_bytes(moment.num_blocks[0]),
+            workspaces=moment.workspaces,
         )
-        for activations, at_head, root, workspaces, num_blocks in moments
+        for moment in moments
     ]
     return max(peaks, key=lambda parts: parts.total)
 
@@ -254,21 +270,25 @@ def _compute_backward_peak(
     return.
     """
     layout = candidate.layout
+    is_accumulated = candidate.gradient_accumulation_steps > 1
     num_returning = min(1, num_layers - 1)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
     workspaces = compute_pending_reduction_bytes(
         candidate, count_group_elements(facts, candidate, load)
     )
+    # The root's group is reduced when this layer has finished.
+    freed = live.largest_layer_bytes
+    if candidate.engine.has_ordered_frees:
+        freed += live.recomputed_bytes + live.gradient_bytes
     workspaces = max(
         workspaces,
-        compute_reduction_bytes(candidate, count_root_elements(facts, candidate, load))
-        - live.largest_layer_bytes,
+        compute_reduction_bytes(candidate, count_root_elements(facts, candidate, load)) - freed,
     )
     if (
         not candidate.is_sharded
         and candidate.adapter is None
-        and candidate.gradient_accumulation_steps > 1
+        and is_accumulated
         and load.has_embedding
     ):
         # A gradient that is added to an existing one is allocated first.
@@ -280,7 +300,7 @@ def _compute_backward_peak(
         + persistent.reduced_gradients
         + candidate.engine.compute_micro_batch_gradient_bytes(persistent.trained_parameters.local)
     )
-    if candidate.adapter is None and load.has_embedding:
+    if candidate.adapter is None and load.has_embedding and not is_accumulated:
         gradients -= compute_pending_gradient_bytes(
             facts, candidate, load, persistent, num_groups=-(-num_layers // layout.wrap_blocks)
         )

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from operator import ge
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
-from shardwright.planner.memory.parameter_memory import DeferringMoment, StageLoad
+from shardwright.planner.memory.parameter_memory import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
@@ -20,6 +22,7 @@ from shardwright.schedule.registry import (
     count_stages_per_rank,
     has_split_backward,
 )
+from shardwright.schedule.transfers import LOOKAHEAD
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class PipelinePartition:
         self,
         rank: int,
         num_in_flight: float,
-        deferring_moments: tuple[DeferringMoment, ...] = (),
+        backward_moments: tuple[BackwardMoment, ...] = (),
     ) -> StageLoad:
         """Build the load of a rank."""
         rank_stages = [self.stages[index] for index in self.stages_per_rank[rank]]
@@ -126,7 +129,7 @@ class PipelinePartition:
                 index > 0 and self.stages[index - 1].rank != rank
                 for index in self.stages_per_rank[rank]
             ),
-            deferring_moments=deferring_moments,
+            backward_moments=backward_moments,
         )
 
 
@@ -167,23 +170,16 @@ class PipelineStages:
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
         return self.partition.build_load(
-            rank, self.passes_in_flight[rank], self._deferring_moments[rank]
+            rank, self.passes_in_flight[rank], self._backward_moments[rank]
         )
 
     @cached_property
-    def _deferring_moments(self) -> tuple[tuple[DeferringMoment, ...], ...]:
-        """`StageLoad.deferring_moments` of each rank."""
+    def _backward_moments(self) -> tuple[tuple[BackwardMoment, ...], ...]:
+        """`StageLoad.backward_moments` of each rank."""
         if self.num_ranks == 1 or not has_split_backward(self.schedule):
             return ((),) * self.num_ranks
-        per_rank = len(self.stages) / self.num_ranks
-        return tuple(
-            tuple(
-                DeferringMoment(saved / per_rank, deferred / per_rank, staying)
-                for saved, deferred, staying in moments
-            )
-            for moments in count_deferred_passes(
-                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages
-            )
+        return list_backward_moments(
+            self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages
         )
 
     @cached_property
@@ -195,7 +191,7 @@ class PipelineStages:
         for rank in range(self.num_ranks):
             load = self.build_rank_load(rank)
             num_waiting = max(
-                (moment.num_deferred for moment in load.deferring_moments), default=0.0
+                (moment.num_deferred for moment in load.backward_moments), default=0.0
             )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
@@ -235,54 +231,81 @@ def count_passes_in_flight(
     return _count_scheduled_passes(name, num_ranks, num_micro_batches, virtual_stages)
 
 
-_MAX_STEADY_ROUNDS = 2
+_MAX_STEADY_ROUNDS = 3
 """Micro-batches per rank after which every named schedule repeats itself."""
 
 
 @lru_cache(maxsize=512)
-def count_deferred_passes(
+def list_backward_moments(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
-) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Return, per rank, the moments at which most passes through one stage are in memory with the
-    one that runs backward: `DeferringMoment` in passes through one stage.
+) -> tuple[tuple[BackwardMoment, ...], ...]:
+    """Return, per rank, the backward passes during which most is in memory. No other pass of the
+    same kind, with as many layers that stay, has at least as much of everything.
 
-    No moment has at most as many passes of both kinds as another one with as many that stay.
-
-    >>> count_deferred_passes("zb_h1", 2, 8)
-    (((1, 0, 1),), ((0, 1, 0),))
+    >>> moments = list_backward_moments("zb_h1", 2, 8)
+    >>> [(moment.num_saved, moment.num_deferred) for rank in moments for moment in rank]
+    [(1.0, 0.0), (0.0, 1.0)]
     """
     if name in PIPELINE_SCHEDULES:
         num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
     schedule = load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-    return tuple(map(_list_deferring_moments, schedule.rows))
+    return tuple(_list_rank_moments(row, schedule.rank_of_stage) for row in schedule.rows)
 
 
-def _list_deferring_moments(row: Sequence[Action]) -> tuple[tuple[int, int, int], ...]:
-    num_saved = num_deferred = 0
+def _list_rank_moments(
+    row: Sequence[Action], rank_of_stage: Sequence[int]
+) -> tuple[BackwardMoment, ...]:
+    num_stages = len({action.stage for action in row})
+    last_stage = len(rank_of_stage) - 1
+    is_linked = [False, *(one != other for one, other in pairwise(rank_of_stage)), False]
+    """True where another rank sends a stage's input, and at its index + 1 the gradient of its
+    output."""
+    num_saved = num_deferred = num_messages = 0
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
-    found: set[tuple[int, int, int]] = set()
-    for action in row:
+    stages_with_gradients: set[int] = set()
+    found: set[BackwardMoment] = set()
+    for index, action in enumerate(row):
+        is_deferring = action.kind == "I"
+        stage = action.stage
+        num_kept = 1 + is_linked[stage]  # input, and output or the last norm's input
         if action.kind == "F":
             num_saved += 1
+            num_messages += num_kept
             last = action[1:]
-        elif action.kind == "W":
+            continue
+        if not is_deferring:
+            stages_with_gradients.add(stage)
+        if action.kind == "W":
             num_deferred -= 1
         else:
             num_saved -= 1
+            num_messages -= num_kept
             last = None if last == action[1:] else last
-            if action.kind == "I":
-                found.add((num_saved, num_deferred, int(last is not None)))
-                num_deferred += 1
+            num_received = sum(
+                later.kind != "W" and is_linked[later.stage + (later.kind != "F")]
+                for later in row[index + 1 : index + 1 + LOOKAHEAD]
+            )
+            found.add(
+                BackwardMoment(
+                    num_saved / num_stages,
+                    num_deferred / num_stages,
+                    int(last is not None),
+                    len(stages_with_gradients) / num_stages,
+                    num_messages + is_linked[stage] + (stage < last_stage) + num_received,
+                    is_deferring,
+                )
+            )
+            num_deferred += is_deferring
     return tuple(
         sorted(
             moment
             for moment in found
             if not any(
                 other != moment
-                and other[2] == moment[2]
-                and other[0] >= moment[0]
-                and other[1] >= moment[1]
+                and other.num_staying == moment.num_staying
+                and other.is_deferring == moment.is_deferring
+                and all(map(ge, other, moment))
                 for other in found
             )
         )
