@@ -26,6 +26,7 @@ import yaml
 
 from benchmarks.planner_fit import PULL, UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
+from benchmarks.planner_picks import show_picks
 from benchmarks.planner_rows import (
     MAX_ROWS_PER_SOURCE,
     Errors,
@@ -164,6 +165,8 @@ def main() -> None:
     show_errors(title, rows, errors)
     if not options.source:
         show_goals(rows, errors)
+        predictions = {name: each.prediction for name, each in errors.items() if each.prediction}
+        show_picks(rows, predictions)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ UNITS = {
     "straggler_share": 0.03,
     "reserve_share": 0.1,
     "limit_seconds": 0.5,
-    "congestion_seconds": 0.3,
     "hop_seconds": 3e-5,
     "data_hop_seconds": 3e-5,
     "pipelined_hop_seconds": 1e-4,
@@ -204,7 +203,6 @@ OTHERS = (
     Parameter("frameworks", "nanotron", "hop_seconds", 0.0, 1e-3),
     Parameter("frameworks", "nanotron", "data_hop_seconds", 0.0, 1e-4),
     Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 0.0, 5e-3),
-    Parameter("frameworks", "nanotron", "congestion_seconds", 0.0, 5.0),
     Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
 )
 
@@ -238,8 +236,6 @@ PARAMETERS = _list_parameters()
 NANOTRON = {
     "limit_seconds": 0.9,
     "inter_share": 0.3,
-    "congested_gpus": 512,
-    "congestion_seconds": 0.8,
     "pipelined_hop_seconds": 3e-4,
     "hop_seconds": 5e-5,
     "data_hop_seconds": 3e-5,
