@@ -6,11 +6,10 @@ import hashlib
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from shardwright.planner.prediction import Prediction
 from shardwright.planner.published.measurements import (
     PublishedRun,
     extract_configuration,
@@ -69,7 +68,6 @@ class Errors:
     memory: float | None
     right: bool | None
     over: float = 0.0
-    prediction: Prediction | None = field(default=None, compare=False)
 
 
 def parse_number(text: str | None) -> float | None:
@@ -126,7 +124,6 @@ def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
         over=abs(prediction.memory.total / prediction.memory_capacity_bytes - 1)
         if right is False
         else 0.0,
-        prediction=prediction,
     )
 
 

@@ -153,7 +153,7 @@ def _predict(row: Row, step: float, memory_share: float) -> Prediction:
     return replace(prediction, time=TimeParts(compute=step), memory=memory)
 
 
-def test_picks_are_the_fastest_the_fastest_with_margin_and_what_plan_recommends() -> None:
+def test_a_pick_is_the_fastest_row_or_one_with_a_margin_or_a_simple_one() -> None:
     rows = [*_make_rows(START), *_make_rows(START, source="nanotron")][:5]
     speeds = (80.0, 70.0, 100.0, 90.0, 10.0)
     rows = [

@@ -244,19 +244,6 @@ def test_a_pipeline_waits_twice_for_each_message_of_a_micro_batch() -> None:
     assert predict_delay(Layout(pp=4, dp_replicate=2)) == pytest.approx((4 + 3) * 4 * 2 * 10.0)
 
 
-def test_every_micro_batch_is_slower_if_memory_is_full() -> None:
-    shape = models.read_shape("llama")
-    candidate = Candidate(Layout(), 128, 1, 4)
-    with_limit = replace(IDEAL, limit_seconds=2.0, context_bytes=0.0)
-    ample, tight = (
-        predict(shape, candidate, models.make_cluster(1), replace(with_limit, reserve_bytes=r))
-        for r in (0.0, 1e15)
-    )
-    assert ample.fits
-    assert not tight.fits
-    assert tight.time.overhead - ample.time.overhead == pytest.approx(4 * 2.0)
-
-
 def test_launches_on_a_device_that_is_its_own_host_add_to_compute_time() -> None:
     shape = models.read_shape("llama")
     candidate = Candidate(Layout(), 128)

@@ -125,6 +125,8 @@ def test_performance_recipes_accumulate_in_half_precision_and_others_in_fp32() -
         source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
     ).candidate.engine
     assert with_fp32.gradient_bytes == 6.0
+    nanotron = read_case(source="nanotron", notes="fp32 grad accumulation").conventions
+    assert (nanotron.gradient_bytes, nanotron.reduce_bytes) == (6.0, 4.0)
 
 
 def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed() -> None:
@@ -260,15 +262,21 @@ def test_rounds_of_nanotrons_table(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "zero_stage", "is_polled"),
-    [(64, "0", True), (64, "1", False), (512, "1", True), (8, "0", False), (256, "0", False)],
+    ("gpus", "pp", "zero_stage", "is_polled"),
+    [
+        (64, 16, 0, True),
+        (64, 16, 1, False),
+        (64, 32, 0, False),  # two copies
+        (64, 2, 0, False),  # 32 copies
+        (8, 2, 0, False),
+        (256, 32, 0, False),
+    ],
 )
 def test_nanotrons_pipelines_with_few_copies_and_zero_0_are_of_the_second_round(
-    gpus: int, zero_stage: str, *, is_polled: bool
+    gpus: int, pp: int, zero_stage: int, *, is_polled: bool
 ) -> None:
-    row = NANOTRON_ROW | {"gpus": gpus, "tp": 1, "pp": gpus // 4, "zero_stage": zero_stage}
-    assert (read_case(**row, micro_batch=1).conventions.poll_seconds > 0) == is_polled
-    assert read_case(**row | {"pp": 2}, micro_batch=2).conventions.poll_seconds == 0 or gpus > 128
+    row = NANOTRON_ROW | {"gpus": gpus, "tp": 1, "pp": pp, "zero_stage": zero_stage}
+    assert (read_case(**row).conventions.poll_seconds > 0) == is_polled
 
 
 def test_layers_in_bf16_save_bf16_activations() -> None:
