@@ -26,9 +26,9 @@ import yaml
 
 from benchmarks.planner_fit import PULL, UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
+from benchmarks.planner_picks import show_picks
 from benchmarks.planner_rows import (
     MAX_ROWS_PER_SOURCE,
-    Errors,
     Row,
     compute_errors,
     leave_out_each,
@@ -38,6 +38,7 @@ from benchmarks.planner_rows import (
     show_goals,
     split_into_halves,
 )
+from shardwright.planner.published.predictions import predict_least_memory
 from shardwright.planner.rates import calibration
 from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 
@@ -66,22 +67,23 @@ def fit(
     return search.run(turns, initial=initial, verbose=verbose)
 
 
-def predict_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, Errors]:
-    """Predict each half of a source's rows by efficiencies fitted to the other half. Return errors
-    by id.
+def fit_halves(rows: Sequence[Row], turns: int, pull: float) -> dict[str, EfficiencyTable]:
+    """Fit to each half of every source's rows. Return, by id of a row, the efficiencies of the fit
+    to the other half.
 
     A fit uses at most `MAX_ROWS_PER_SOURCE` rows of a source, even if half of it is more.
     """
     one, other = split_into_halves(rows)
-    errors: dict[str, Errors] = {}
+    tables: dict[str, EfficiencyTable] = {}
     for fitted, predicted in ((one, other), (other, one)):
         efficiencies = fit(select_at_most(fitted, MAX_ROWS_PER_SOURCE), turns, pull)
-        errors |= {row.case.id: compute_errors(row, efficiencies) for row in predicted}
-    return errors
+        tables |= {row.case.id: efficiencies for row in predicted}
+    return tables
 
 
-def predict_sources(rows: Sequence[Row], pull: float) -> dict[str, Errors]:
-    """Predict each source's rows by efficiencies fitted to all other sources. Return errors by id.
+def fit_other_sources(rows: Sequence[Row], pull: float) -> dict[str, EfficiencyTable]:
+    """Fit without each source. Return, by id of a row, the efficiencies of the fit without its
+    source.
 
     Each fit is one step from the packaged values, which were fitted to the source too. Values that
     only this source determines then appear in the loss through their distance to the level above
@@ -90,7 +92,7 @@ def predict_sources(rows: Sequence[Row], pull: float) -> dict[str, Errors]:
     search = Fit(select_at_most(rows, UNSEEN_ROWS_PER_SOURCE), PARAMETERS, START, pull)
     conditions = leave_out_each(rows, lambda row: row.case.source)
     return {
-        row.case.id: compute_errors(row, efficiencies)
+        row.case.id: efficiencies
         for is_left_out, efficiencies in zip(
             conditions, search.fit_without(conditions, load_efficiencies(PACKAGED)), strict=True
         )
@@ -149,21 +151,26 @@ def main() -> None:
         )
         write(efficiencies, options.efficiencies)
         title = "Fitted to all rows"
-        errors = {row.case.id: compute_errors(row, efficiencies) for row in rows}
+        tables = {row.case.id: efficiencies for row in rows}
     elif options.command == "halves":
         title = "Each half predicted from the other"
-        errors = predict_halves(rows, options.turns, options.pull)
+        tables = fit_halves(rows, options.turns, options.pull)
     elif options.command == "sources":
         title = "Each source predicted from the others"
-        errors = predict_sources(rows, options.pull)
+        tables = fit_other_sources(rows, options.pull)
     else:
         title = "With the package's numbers"
         rows = [row for row in rows if not options.source or row.case.source in options.source]
         efficiencies = load_efficiencies(options.efficiencies)
-        errors = {row.case.id: compute_errors(row, efficiencies) for row in rows}
+        tables = {row.case.id: efficiencies for row in rows}
+    errors = {row.case.id: compute_errors(row, tables[row.case.id]) for row in rows}
     show_errors(title, rows, errors)
     if not options.source:
         show_goals(rows, errors)
+        show_picks(
+            rows,
+            {row.case.id: predict_least_memory(row.case, tables[row.case.id]) for row in rows},
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.planner_rows import MIN_JOB_ROWS, NOISY_SOURCE, Row, load_rows
+from benchmarks.planner_picks import MIN_JOB_ROWS
+from benchmarks.planner_rows import NOISY_SOURCE, Row, load_rows
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.search.result import measure_complexity

@@ -18,8 +18,6 @@ UNITS = {
     "near_expert_overlap": 0.3,
     "straggler_share": 0.03,
     "reserve_share": 0.1,
-    "limit_seconds": 0.5,
-    "congestion_seconds": 0.3,
     "hop_seconds": 3e-5,
     "data_hop_seconds": 3e-5,
     "pipelined_hop_seconds": 1e-4,
@@ -200,11 +198,9 @@ OTHERS = (
     # nanotron's cluster: rings over EFA, alone and next to a pipeline, the wait of a pipeline's
     # micro-batch on 512 GPUs, and the wait for an allocator near the end of the device's memory.
     Parameter("frameworks", "nanotron", "inter_share", 0.02, 0.92),
-    Parameter("frameworks", "nanotron", "limit_seconds", 0.0, 5.0),
     Parameter("frameworks", "nanotron", "hop_seconds", 0.0, 1e-3),
     Parameter("frameworks", "nanotron", "data_hop_seconds", 0.0, 1e-4),
     Parameter("frameworks", "nanotron", "pipelined_hop_seconds", 0.0, 5e-3),
-    Parameter("frameworks", "nanotron", "congestion_seconds", 0.0, 5.0),
     Parameter("frameworks", "nanotron", "collective_seconds", 2e-6, 5e-2),
 )
 
@@ -236,10 +232,7 @@ def _list_parameters() -> tuple[Parameter, ...]:
 
 PARAMETERS = _list_parameters()
 NANOTRON = {
-    "limit_seconds": 0.9,
     "inter_share": 0.3,
-    "congested_gpus": 512,
-    "congestion_seconds": 0.8,
     "pipelined_hop_seconds": 3e-4,
     "hop_seconds": 5e-5,
     "data_hop_seconds": 3e-5,

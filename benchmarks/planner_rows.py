@@ -27,8 +27,6 @@ MAX_ROWS_PER_SOURCE = 300
 """Largest number of rows per source in a fit: more of nanotron's 948 add no information."""
 NOISY_SOURCE = "nanotron-ultrascale"
 """Source whose repeated runs differ by a factor of up to five."""
-MIN_JOB_ROWS = 3
-"""Fewest rows of a job with a pick."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,13 @@ def load_rows(folder: Path) -> list[Row]:
     for raw in read_rows(folder / "failures.csv"):
         if raw["source_group"] != "nanotron-ultrascale":
             rows.append(
-                Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, False)
+                Row(
+                    read_published_run(raw["id"], extract_configuration(raw)),
+                    None,
+                    None,
+                    False,
+                    tuple(raw[column] for column in JOB_COLUMNS),
+                )
             )
     return [row for row in rows if row.tokens_per_second or row.memory_gib or row.is_judged]
 
@@ -121,24 +125,6 @@ def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
         if right is False
         else 0.0,
     )
-
-
-def compute_slowdowns(rows: Iterable[Row], errors: Mapping[str, Errors]) -> dict[str, list[float]]:
-    """Return, for each job of at least three rows, the share of the best measured throughput that
-    the row with the best predicted one loses, by source. `errors`: by id of the row."""
-    jobs: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    sources: dict[tuple[str, ...], str] = {}
-    for row in rows:
-        error = errors[row.case.id].time
-        if error is not None and row.tokens_per_second:
-            jobs[row.job].append((row.tokens_per_second / (1 + error), row.tokens_per_second))
-            sources[row.job] = row.case.source
-    slowdowns: dict[str, list[float]] = defaultdict(list)
-    for job, pairs in jobs.items():
-        if len(pairs) >= MIN_JOB_ROWS:
-            picked = max(pairs, key=lambda pair: pair[0])[1]
-            slowdowns[sources[job]].append(1 - picked / max(measured for _, measured in pairs))
-    return slowdowns
 
 
 def list_sources_with_shared_trainer(rows: Iterable[Row]) -> list[str]:
@@ -165,8 +151,6 @@ def show_goals(rows: Sequence[Row], errors: Mapping[str, Errors]) -> None:
             memory[row.case.source].append(abs(error.memory))
     means = {source: statistics.mean(found) for source, found in by_source.items()}
     shared = [means[source] for source in list_sources_with_shared_trainer(rows)]
-    by_job = compute_slowdowns(rows, errors)
-    slowdowns = [slowdown for found in by_job.values() for slowdown in found]
     rest = [x for source, found in memory.items() if source != NOISY_SOURCE for x in found]
     print(
         f"\nstep time: {statistics.mean(shared):.1%} over {len(shared)} sources with a shared",
@@ -178,9 +162,6 @@ def show_goals(rows: Sequence[Row], errors: Mapping[str, Errors]) -> None:
         end="",
     )
     print(f" {statistics.mean(rest):.1%} without {NOISY_SOURCE}")
-    print(f"pick: {statistics.mean(slowdowns):.1%} slower than the best of {len(slowdowns)} jobs")
-    for source, found in sorted(by_job.items()):
-        print(f"  {source}: {statistics.mean(found):.1%} of {len(found)}")
 
 
 def select_at_most(rows: Iterable[Row], max_rows: int) -> list[Row]:

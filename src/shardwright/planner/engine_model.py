@@ -235,14 +235,14 @@ class EngineModel:
         all-gather follows the update; neither overlaps."""
         return False
 
+    def compute_message_wait_seconds(self, num_stages: int) -> float:
+        """Compute the seconds that the host of a pipeline rank waits for messages of a micro-batch
+        while its device has no work."""
+        return 0.0
+
     def count_other_communicators(self, layout: Layout) -> int:
         """Count a rank's communicators besides those of the axes of the layout."""
         return 0
-
-    def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
-        """Compute total bytes of one micro-batch's gradients in addition to their sums. Here they
-        are added as they are computed."""
-        return 0.0
 
     def compute_pending_gradient_bytes(self, num_bytes: float) -> float:
         """Return total gradient bytes not yet allocated at the peak of the first layer's backward
@@ -257,10 +257,9 @@ class EngineModel:
         gradient_bytes: float,
         peak_gradient_bytes: float,
         peak_logit_bytes: float,
-        activation_bytes: float,
     ) -> float:
         """Compute total bytes allocated after the peak because no freed block is large enough
-        or belongs to that stream. Given are total bytes, those at the peak and of a pass."""
+        or belongs to that stream. Given are total bytes and those at the peak."""
         return 0.0
 
     # Activations, in total bytes of one micro-batch.

@@ -17,7 +17,7 @@ from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
 from shardwright.planner.time.pipeline_simulation import bound_simulation, is_simulated
 from shardwright.planner.time.step_costs import LayerCosts, StepCosts
-from shardwright.planner.time.step_time import compute_stage_seconds, count_turns, predict_time
+from shardwright.planner.time.step_time import compute_stage_seconds, predict_time
 from shardwright.planner.uncertainty import load_error_spreads
 
 
@@ -179,11 +179,6 @@ class Predictor:
         flops = self.facts.compute_flops_per_token(tokens, is_frozen=candidate.adapter is not None)
         memory = memory or self.compute_memory(candidate, pipeline)
         time = predict_time(costs, pipeline)
-        if memory.total > self.capacity_bytes and self.efficiency.limit_seconds:
-            time = replace(
-                time,
-                overhead=time.overhead + count_turns(candidate) * self.efficiency.limit_seconds,
-            )
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,

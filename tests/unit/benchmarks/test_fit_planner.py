@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_parameters import PARAMETERS, START, Parameter
+from benchmarks.planner_picks import RULES, compute_slowdowns, find_picks_that_ran
 from benchmarks.planner_rows import (
-    Errors,
     Row,
     compute_errors,
-    compute_slowdowns,
     list_sources_with_shared_trainer,
     split_into_halves,
 )
 
+from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.rates.calibration import ALL_FRAMEWORKS, EfficiencyTable
@@ -147,23 +147,57 @@ def test_the_halves_of_a_source_are_disjoint() -> None:
     )
 
 
-def test_a_pick_is_the_row_of_a_job_with_the_best_predicted_throughput() -> None:
+def _predict(row: Row, step: float, memory_share: float) -> Prediction:
+    prediction = predict_run(row.case, START)
+    memory = MemoryParts(weights=memory_share * prediction.memory_capacity_bytes)
+    return replace(prediction, time=TimeParts(compute=step), memory=memory)
+
+
+def test_a_pick_is_the_fastest_row_or_one_with_a_margin_or_a_simple_one() -> None:
+    rows = [*_make_rows(START), *_make_rows(START, source="nanotron")][:5]
+    speeds = (80.0, 70.0, 100.0, 90.0, 10.0)
     rows = [
-        replace(row, tokens_per_second=speed, job=("large",) if number < 3 else ("small",))
-        for number, (row, speed) in enumerate(
-            zip(
-                [*_make_rows(START), *_make_rows(START, source="nanotron")],
-                range(80, 160, 10),
-                strict=True,
-            )
+        replace(row, tokens_per_second=speed, job=("large" if number < 4 else "small",))
+        for number, (row, speed) in enumerate(zip(rows, speeds, strict=True))
+    ]
+    predictions = {
+        row.case.id: _predict(row, step, share)
+        for row, step, share in zip(
+            rows, (1.25, 1.22, 1.2, 1.0, 1.0), (0.5, 0.5, 0.5, 0.999, 0.1), strict=True
         )
-    ][:5]
-    # Predicted: 100, 60 and 50 tokens/s; measured 80, 90 and 100. The other job has two rows.
-    errors = {
-        row.case.id: Errors(time, None, None)
-        for row, time in zip(rows, (-0.2, 0.5, 1.0, 0.0, 0.0), strict=True)
     }
-    assert compute_slowdowns(rows, errors) == {rows[0].case.source: [pytest.approx(0.2)]}
+
+    def compute_losses() -> list[float]:
+        found = [compute_slowdowns(rows, predictions, rule) for rule in RULES.values()]
+        assert all(list(by_source) == ["NeMo"] for by_source in found)  # the other job is small
+        return [loss for by_source in found for loss in by_source["NeMo"]]
+
+    # The fastest is tight; of the others, the one without tensor parallelism is within 5%.
+    assert compute_losses() == pytest.approx([0.1, 0.0, 0.2])
+    fastest = rows[3].case.id
+    predictions[fastest] = _predict(rows[3], 1.0, 0.6)
+    assert compute_losses() == pytest.approx([0.1, 0.1, 0.1])
+    # Nothing fits: the fastest prediction.
+    for name, prediction in predictions.items():
+        predictions[name] = replace(prediction, memory=MemoryParts(weights=1e15))
+    assert compute_losses() == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_picks_ran_in_jobs_of_which_some_rows_did_not() -> None:
+    rows = [
+        replace(row, ran=ran, job=("job",), case=replace(row.case, source="aleph-layouts"))
+        for row, ran in zip(_make_rows(START), (True, True, True, False), strict=True)
+    ]
+    predictions = {
+        row.case.id: _predict(row, step, share)
+        for row, step, share in zip(rows, (3.0, 2.0, 2.5, 1.0), (0.5, 0.5, 0.5, 0.999), strict=True)
+    }
+    ran = [find_picks_that_ran(rows, predictions, rule) for rule in RULES.values()]
+    assert ran == [[False], [True], [True]]
+    all_ran = [replace(row, ran=True) for row in rows]
+    assert find_picks_that_ran(all_ran, predictions, RULES["fastest"]) == []
+    tight = {row.case.id: _predict(row, 1.0, 0.999) for row in rows}
+    assert find_picks_that_ran(rows, tight, RULES["not tight"]) == []
 
 
 def test_a_source_shares_its_trainer_if_most_of_its_rows_do() -> None:

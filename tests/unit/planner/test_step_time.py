@@ -234,34 +234,20 @@ def test_accumulating_at_stage_2_reduces_more_often_than_at_stage_1() -> None:
     assert predict_traffic(1) < predict_traffic(2) < predict_traffic(3)
 
 
-def test_congestion_delays_only_pipelines() -> None:
+def test_a_pipeline_waits_twice_for_each_message_of_a_micro_batch() -> None:
     shape = models.read_shape("llama")
     cluster = models.make_cluster(8, per_node=4)
-    congested = replace(IDEAL, congested_gpus=8, congestion_seconds=10.0)
 
     def predict_delay(layout: Layout) -> float:
         times = [
-            predict(shape, Candidate(layout, 128, 1, 4), cluster, each).time.step
-            for each in (congested, IDEAL)
+            predict(shape, Candidate(layout, 128, 1, 4, engine=engine), cluster, IDEAL).time.step
+            for engine in (FrameworkConventions(poll_seconds=10.0), FrameworkConventions())
         ]
         return times[0] - times[1]
 
     assert predict_delay(Layout(dp_replicate=8)) == 0.0
-    assert predict_delay(Layout(pp=2, dp_replicate=4)) == pytest.approx((4 + 1) * 10.0)
-    assert predict_delay(Layout(pp=4, dp_replicate=2)) == pytest.approx((4 + 3) * 10.0 * 1.5)
-
-
-def test_every_micro_batch_is_slower_if_memory_is_full() -> None:
-    shape = models.read_shape("llama")
-    candidate = Candidate(Layout(), 128, 1, 4)
-    with_limit = replace(IDEAL, limit_seconds=2.0, context_bytes=0.0)
-    ample, tight = (
-        predict(shape, candidate, models.make_cluster(1), replace(with_limit, reserve_bytes=r))
-        for r in (0.0, 1e15)
-    )
-    assert ample.fits
-    assert not tight.fits
-    assert tight.time.overhead - ample.time.overhead == pytest.approx(4 * 2.0)
+    assert predict_delay(Layout(pp=2, dp_replicate=4)) == pytest.approx((4 + 1) * 2 * 2 * 10.0)
+    assert predict_delay(Layout(pp=4, dp_replicate=2)) == pytest.approx((4 + 3) * 4 * 2 * 10.0)
 
 
 def test_launches_on_a_device_that_is_its_own_host_add_to_compute_time() -> None:

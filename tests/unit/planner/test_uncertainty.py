@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
@@ -88,4 +89,4 @@ def test_packaged_intervals_are_wide_where_nothing_was_measured() -> None:
     assert own.memory.high > measured.memory.high * 0.99
     assert own.memory_margin > 0.05
     assert cpu.time.high < own.time.high / 2
-    assert own.evidence.startswith("measured runs: 1 of shardwright, ")
+    assert re.match(r"measured runs: [1-9]\d* of shardwright, ", own.evidence)

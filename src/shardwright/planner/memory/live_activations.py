@@ -56,11 +56,6 @@ class LiveActivations(NamedTuple):
     of the one that computes next to the one that returns."""
 
     @property
-    def bytes_per_pass(self) -> float:
-        """Bytes of one pass on the device."""
-        return self._compute_resident_bytes(1.0) + self.end_bytes
-
-    @property
     def is_offloaded(self) -> bool:
         """True if the layers' saved tensors leave the device."""
         return self.max_resident_layers != inf

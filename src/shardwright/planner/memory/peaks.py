@@ -85,7 +85,6 @@ def predict_memory(
             gradient_bytes=persistent.gradients,
             peak_gradient_bytes=peak.gradients,
             peak_logit_bytes=peak.logits,
-            activation_bytes=live.bytes_per_pass,
         )
     )
     tiers = sum_tier_bytes(
@@ -295,11 +294,7 @@ def _compute_backward_peak(
         workspaces += (
             facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
         )
-    gradients = (
-        persistent.gradients
-        + persistent.reduced_gradients
-        + candidate.engine.compute_micro_batch_gradient_bytes(persistent.trained_parameters.local)
-    )
+    gradients = persistent.gradients + persistent.reduced_gradients
     if candidate.adapter is None and load.has_embedding and not is_accumulated:
         gradients -= compute_pending_gradient_bytes(
             facts, candidate, load, persistent, num_groups=-(-num_layers // layout.wrap_blocks)

@@ -30,11 +30,6 @@ StageRule = Literal["weighed", "even", "running_sum"]
 Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
 until their cost exceeds its share of the total."""
 
-_REUSED_ACTIVATION_SHARE = 0.1
-"""Share of the memory of freed activations that a micro-batch's gradients can reuse: blocks
-have other sizes, and are partly in use."""
-
-
 _HOST_BYTES_PER_SECOND = 120e9
 """Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
 updates a billion parameters, of 30 bytes each, in a quarter of a second (ZeRO-Offload, arXiv
@@ -80,9 +75,6 @@ class FrameworkConventions(EngineModel):
     has_separate_gradient_sum: bool = False
     """With fp32 gradient accumulation, the half-precision gradients stay in memory with their
     sums."""
-    micro_batch_gradient_bytes: float = 0.0
-    """Bytes per parameter of one micro-batch's gradients, live with the sums to which they
-    are added. Few fit into the memory that freed activations leave."""
     has_separate_gradient_stream: bool = False
     """Gradient shards are allocated on the stream of their reduction, which cannot reuse memory
     of freed activations."""
@@ -123,9 +115,12 @@ class FrameworkConventions(EngineModel):
     """Number of gathered sequences for which sequence parallelism has a buffer that persists
     for the whole run."""
     num_unreleased_sequences: float = 0.0
-    """Number of gathered sequences whose memory is not reusable yet because another stream may
+    """Number of whole sequences whose memory is not reusable yet because another stream may
     still read them: the host runs ahead of the device by that many. If memory is full, it waits
     instead."""
+    poll_seconds: float = 0.0
+    """Seconds that the host sleeps until it looks again whether a header of a pipeline message
+    has arrived. Each message has two headers, for whose arrival both ranks wait."""
     score_bytes: float | None = None
     """Bytes moved per attention score without a fused kernel. None: eager operations, in fp32
     with casts."""
@@ -252,13 +247,14 @@ class FrameworkConventions(EngineModel):
     def has_late_sums(self, zero_stage: int) -> bool:
         return zero_stage == 1 and self.has_unsharded_sums
 
+    def compute_message_wait_seconds(self, num_stages: int) -> float:
+        num_messages = min(4, 2 * (num_stages - 1))
+        return 2 * num_messages * self.poll_seconds
+
     def count_other_communicators(self, layout: Layout) -> int:
         if not self.has_pipeline_grid:
             return 0
         return sum((layout.world_size > 1, layout.tp * layout.pp > 1, layout.pp > 1, layout.pp > 2))
-
-    def compute_micro_batch_gradient_bytes(self, num_elements: float) -> float:
-        return num_elements * self.micro_batch_gradient_bytes
 
     def compute_pending_gradient_bytes(self, num_bytes: float) -> float:
         return 0.0
@@ -271,7 +267,6 @@ class FrameworkConventions(EngineModel):
         gradient_bytes: float,
         peak_gradient_bytes: float,
         peak_logit_bytes: float,
-        activation_bytes: float,
     ) -> float:
         is_sharded = layout.zero_stage >= 1 and layout.fsdp > 1
         late_shards = (
@@ -279,11 +274,6 @@ class FrameworkConventions(EngineModel):
             if self.has_separate_gradient_stream and is_sharded
             else 0.0
         )
-        fresh = self.compute_micro_batch_gradient_bytes(trained.local)
-        if fresh:
-            fresh = max(0.0, gradient_bytes + fresh - peak_gradient_bytes)
-        if fresh:
-            fresh *= fresh / (fresh + _REUSED_ACTIVATION_SHARE * activation_bytes)
         update_copies = self.update_copy_bytes * (
             trained.sharded if layout.zero_stage else trained.local
         )
@@ -291,7 +281,7 @@ class FrameworkConventions(EngineModel):
             reduced = min(self.reduced_elements, trained.local)
             update_copies += reduced * (self.reduce_bytes or 0.0)
         # The freed logits leave blocks of the copies' size.
-        return late_shards + fresh + max(0.0, update_copies - peak_logit_bytes)
+        return late_shards + max(0.0, update_copies - peak_logit_bytes)
 
     @property
     def has_ordered_frees(self) -> bool:

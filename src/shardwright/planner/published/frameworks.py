@@ -27,10 +27,11 @@ class FrameworkDefaults:
 
     conventions: FrameworkConventions
     earlier_conventions: FrameworkConventions | None = None
-    """Conventions of the release behind the earlier published rows (`row_conventions`), without a
-    pipeline."""
+    """Conventions of the earlier published rows (`row_conventions`), without a pipeline."""
     earlier_pipelined_conventions: FrameworkConventions | None = None
-    """The same with a pipeline, whose sends limit how far the host runs ahead."""
+    """The same with more than two stages, whose receives limit how far the host runs ahead."""
+    later_pipelined_conventions: FrameworkConventions | None = None
+    """Conventions of the later published rows with a pipeline."""
     conventions_since_2025: FrameworkConventions | None = None
     """Conventions of releases that run on the accelerators of 2025 (H200, Blackwell), if they
     differ."""
@@ -103,22 +104,20 @@ def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
 
 
 # Gradients are summed in fp32 after a micro-batch's bf16 gradients are complete
-# (optim/gradient_accumulator.py). A gate's activation is saved with gate and up. Gathered
+# (optim/gradient_accumulator.py). Few of these fit into blocks of freed activations, so the
+# allocator reserves 6 bytes per parameter. A gate's activation is saved with gate and up. Gathered
 # inputs and gathered gradients have one persistent buffer each
 # (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
 # (models/llama.py). With zero_stage 1 there is no DDP that would overlap the sum of gradients
-# (trainer.py, `make_ddp` and `reduce_scatter=False`). A norm saves twice its input and output,
-# estimated from rows that differ in micro-batch and depth.
+# (trainer.py, `make_ddp` and `reduce_scatter=False`).
 _NANOTRON = replace(
     _MIXED_PRECISION,
     name="nanotron",
     stage_rule="running_sum",
-    gradient_bytes=4.0,
-    micro_batch_gradient_bytes=2.0,
+    gradient_bytes=6.0,
     reduce_bytes=4.0,
     has_unsharded_gradients=True,
     num_gated_tensors=4.0,
-    num_norm_tensors=4.0,
     logit_bytes=10.0,
     num_sequence_buffers=2.0,
     should_save_gathered_sequence=False,
@@ -144,8 +143,13 @@ _TORCHTITAN = FrameworkConventions(
 FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     "nanotron": FrameworkDefaults(
         _NANOTRON,
-        earlier_conventions=replace(_NANOTRON, num_unreleased_sequences=56.0),
-        earlier_pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=26.0),
+        # torch 2.1 does not reuse the input of a reduce-scatter until an event shows that NCCL's
+        # stream has read it. A CUDA stream queues 1,024 launches, and a layer's forward pass has
+        # about 40 with two reduce-scatters. The number for pipelines is estimated from rows.
+        earlier_conventions=replace(_NANOTRON, num_unreleased_sequences=51.0),
+        earlier_pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=36.0),
+        # Sleeps of `P2P._send_meta` and `_recv_meta` (branch nouamane/bench2, 2024-12-27).
+        later_pipelined_conventions=replace(_NANOTRON, poll_seconds=0.1),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": FrameworkDefaults(

@@ -64,7 +64,7 @@ def predict_row(run: PublishedRun, efficiencies: EfficiencyTable | None = None) 
     fits = prediction.fits
     fit_probability = prediction.fit_probability
     memory = compute_reported_memory_bytes(run, prediction, efficiencies)
-    if not fits and _is_feasible_with_recompute(run, prediction, efficiencies):
+    if not fits and _predict_with_recompute(run, prediction, efficiencies).fits:
         # It recomputes as much as necessary: parts of some layers, which takes little time and
         # leaves the device full.
         fits = True
@@ -104,18 +104,30 @@ def _find_efficiency(run: PublishedRun, efficiencies: EfficiencyTable | None) ->
     )
 
 
-def _is_feasible_with_recompute(
+def _predict_with_recompute(
     run: PublishedRun, prediction: Prediction, efficiencies: EfficiencyTable | None
-) -> bool:
-    """Return True if a row that does not state its recomputation fits with full
-    recomputation."""
+) -> Prediction:
+    """Predict a row that does not state its recomputation with full recomputation; return the
+    prediction of another row unchanged."""
     if run.is_recompute_stated:
-        return False
+        return prediction
     recomputed = replace(prediction.candidate, recompute="full")
     return predict_run(
         replace(run, candidate=recomputed, is_micro_batch_stated=True, is_recompute_stated=True),
         efficiencies,
-    ).fits
+    )
+
+
+def predict_least_memory(
+    run: PublishedRun, efficiencies: EfficiencyTable | None = None
+) -> Prediction:
+    """Predict a row. If it does not state its recomputation and does not fit, its memory is that
+    with full recomputation, and its time without: it recomputes as little as necessary."""
+    prediction = predict_run(run, efficiencies)
+    if prediction.fits:
+        return prediction
+    recomputed = _predict_with_recompute(run, prediction, efficiencies)
+    return replace(prediction, memory=recomputed.memory)
 
 
 def predict_run(run: PublishedRun, efficiencies: EfficiencyTable | None = None) -> Prediction:

@@ -16,6 +16,7 @@ from shardwright.planner.published.frameworks import (
     use_pure_bf16,
 )
 from shardwright.planner.published.moe_recipes import has_all_to_all
+from shardwright.planner.published.row_layout import read_integer
 
 _ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
 """Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
@@ -29,15 +30,8 @@ def build_conventions(
     notes."""
     accelerator = node.accelerator
     is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
-    of_release = (framework.conventions_since_2025 if is_recent else None) or (
-        (
-            framework.earlier_conventions
-            if layout.pp == 1
-            else framework.earlier_pipelined_conventions
-        )
-        if _is_earlier_round(layout)
-        else None
-    )
+    of_release = framework.conventions_since_2025 if is_recent else None
+    of_release = of_release or _choose_round(row, framework, layout)
     conventions = of_release or framework.conventions
     if conventions.name == "huggingface" and re.search(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
@@ -66,17 +60,35 @@ def build_conventions(
         unsummed_bytes = (
             conventions.gradient_bytes if conventions.has_separate_gradient_sum else 0.0
         )
-        conventions = replace(conventions, gradient_bytes=4.0 + unsummed_bytes, reduce_bytes=4.0)
+        gradient_bytes = max(conventions.gradient_bytes, 4.0 + unsummed_bytes)
+        conventions = replace(conventions, gradient_bytes=gradient_bytes, reduce_bytes=4.0)
     return conventions
 
 
-def _is_earlier_round(layout: Layout) -> bool:
-    """Return True if a row of nanotron's table predates the persistent buffers of gathered
-    sequences.
+def _choose_round(
+    row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout
+) -> FrameworkConventions | None:
+    """Return the conventions of the round of benchmarks that a row of nanotron's table belongs to.
 
-    The table has two rounds: scripts/scaling_benchmarks.py skips configurations of the first
-    round, except for pipelines older than a certain job. By their memory, pipelines of more
-    than two stages on up to 128 GPUs were not measured again, except for those with tensor
-    parallelism over four nodes, which the first round did not contain.
+    Its script (scripts/scaling_benchmarks.py) skips configurations of the first round, except for
+    pipelines older than a certain job. No column states the round. By their time and memory, these
+    rows are of the second one: all on 512 GPUs but those with tensor parallelism over four nodes
+    and no pipeline, and of the pipelines those with tensor parallelism over four nodes, those with
+    more than one sequence per micro-batch on 256 GPUs, and those with one, ZeRO-0 and 4 to 16 model
+    copies on fewer (by a comment of the script, its first round used ZeRO-0 from 32 copies).
     """
-    return layout.pp == 1 or (layout.pp > 2 and layout.tp <= 16 and layout.world_size <= 128)
+    num_gpus = layout.world_size
+    spans_four_nodes = layout.tp > 16
+    if layout.pp == 1:
+        is_later = num_gpus >= 512 and not spans_four_nodes
+        return None if is_later else framework.earlier_conventions
+    if (read_integer(row, "micro_batch") or 1) > 1:
+        is_later = num_gpus >= 256
+    else:
+        has_few_copies = 2 < layout.data_ranks < 32
+        is_later = num_gpus >= 512 or (
+            8 < num_gpus <= 128 and layout.zero_stage == 0 and has_few_copies
+        )
+    if is_later or spans_four_nodes:
+        return framework.later_pipelined_conventions
+    return framework.earlier_pipelined_conventions if layout.pp > 2 else None

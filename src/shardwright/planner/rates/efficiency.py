@@ -92,15 +92,6 @@ class Efficiency:
     pipelined_hop_seconds: float = 0.0
     """Additional seconds per hop under pipeline parallelism: sends between stages delay the
     rings."""
-    congested_gpus: int = 0
-    """Number of accelerators at which the network begins to delay pipeline sends; 0 if it never
-    does."""
-    congestion_seconds: float = 0.0
-    """Seconds that each micro-batch then waits between two stages; with more than two stages, 1.5
-    times as many."""
-    limit_seconds: float = 0.0
-    """Seconds that each micro-batch waits for the allocator if a run exceeds device memory and
-    blocks are freed and reallocated."""
     data_overlap: float = 0.90
     """Share of data-parallel gathers and reductions that may overlap with compute."""
     tensor_overlap: float = 0.0

@@ -22,7 +22,6 @@ from shardwright.planner.offload_costs import (
     get_transfer_rate,
 )
 from shardwright.planner.prediction import TimeParts
-from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import (
     compute_update_seconds,
@@ -124,7 +123,8 @@ def predict_time(
         reference=reference,
         overhead=network.efficiency.step_seconds
         + step_seconds * network.efficiency.straggler_share * log2(nodes)
-        + _compute_congestion_seconds(candidate, network.efficiency),
+        + count_turns(candidate)
+        * candidate.engine.compute_message_wait_seconds(candidate.layout.pp),
         hidden_tensor=parts.hidden_tensor,
         hidden_context=parts.hidden_context,
         hidden_expert=parts.hidden_expert,
@@ -166,21 +166,6 @@ def _compute_reference_seconds(
             for rank_data, compute in zip(traffic, by_rank, strict=True)
         )
     return num_micro_batches * max(by_rank) + (pipeline_seconds - max(by_rank)) + exposed
-
-
-def _compute_congestion_seconds(candidate: Candidate, efficiency: Efficiency) -> float:
-    """Compute the seconds that micro-batches wait for a network congested by pipeline sends.
-
-    Ranks at the ends wait for two sends per micro-batch, ranks between two others for three.
-    """
-    pp = candidate.layout.pp
-    if (
-        pp == 1
-        or not efficiency.congested_gpus
-        or candidate.layout.world_size < efficiency.congested_gpus
-    ):
-        return 0.0
-    return count_turns(candidate) * efficiency.congestion_seconds * (1.5 if pp > 2 else 1.0)
 
 
 def count_turns(candidate: Candidate) -> int:

@@ -125,6 +125,8 @@ def test_performance_recipes_accumulate_in_half_precision_and_others_in_fp32() -
         source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
     ).candidate.engine
     assert with_fp32.gradient_bytes == 6.0
+    nanotron = read_case(source="nanotron", notes="fp32 grad accumulation").conventions
+    assert (nanotron.gradient_bytes, nanotron.reduce_bytes) == (6.0, 4.0)
 
 
 def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed() -> None:
@@ -149,22 +151,6 @@ def test_unnamed_fine_tuning_is_that_of_hugging_face() -> None:
     )
     assert (adapted.candidate.layout.zero_stage, full.candidate.layout.zero_stage) == (0, 3)
     assert read_case(task="lora", zero_stage="3").candidate.layout.zero_stage == 3
-
-
-def test_freed_activations_leave_little_space_for_gradients() -> None:
-    num = ModelFacts(models.read_shape("llama")).num_parameters
-    conventions = replace(
-        FRAMEWORK_DEFAULTS["nanotron"].conventions, micro_batch_gradient_bytes=0.0
-    )
-    with_gradients = replace(conventions, micro_batch_gradient_bytes=2.0)
-    plain, small, large = (
-        predict_parts(each, micro_batch_size=rows)
-        for each, rows in ((conventions, 32), (with_gradients, 32), (with_gradients, 512))
-    )
-    assert 0 < small.reserve <= 2 * num
-    assert large.reserve < small.reserve
-    assert plain.reserve == 0
-    assert small.live == plain.live  # memory of the allocator, not of tensors
 
 
 def test_the_update_copies_gradients_unless_logits_leave_a_free_block() -> None:
@@ -223,23 +209,22 @@ def test_gradient_shards_of_a_separate_stream_add_to_the_peak() -> None:
     assert more.reserve - less.reserve == pytest.approx(num)  # 4 bytes over 4 ranks
 
 
+NANOTRON_ROW = {
+    "source_group": "nanotron-ultrascale",
+    "source": "nanotron",
+    "vocab": 131072,
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 32,
+    "ffn_hidden": 14336,
+    "model_name": "nanotron-llama",
+    "global_batch": 256,
+}
+
+
 def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
-    row = {
-        "source_group": "nanotron-ultrascale",
-        "source": "nanotron",
-        "vocab": 131072,
-        "layers": 32,
-        "hidden": 4096,
-        "heads": 32,
-    }
-    row |= {
-        "kv_heads": 32,
-        "ffn_hidden": 14336,
-        "model_name": "nanotron-llama",
-        "tp": 16,
-        "gpus": 32,
-        "global_batch": 256,
-    }
+    row = NANOTRON_ROW | {"tp": 16, "gpus": 32}
     with_space = read_case(**row, micro_batch=1)
     full = read_case(**row, micro_batch=32)
     assert [
@@ -249,6 +234,49 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
     assert predict_run(full).candidate.engine.num_unreleased_sequences == 0
     pipelined = read_case(**row | {"tp": 4, "pp": 2}, micro_batch=1)
     assert pipelined.candidate.engine.num_unreleased_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tp", "pp", "micro_batch", "is_unreleased", "is_polled"),
+    [
+        (256, 16, 1, 1, True, False),
+        (512, 16, 1, 1, False, False),
+        (512, 32, 1, 1, True, False),
+        (128, 8, 2, 2, False, False),
+        (128, 8, 4, 2, True, False),
+        (128, 32, 4, 2, False, True),
+        (256, 8, 4, 1, True, False),
+        (256, 8, 4, 2, False, True),
+        (512, 8, 2, 1, False, True),
+        (128, 8, 2, 1, False, False),
+    ],
+)
+def test_rounds_of_nanotrons_table(
+    gpus: int, tp: int, pp: int, micro_batch: int, *, is_unreleased: bool, is_polled: bool
+) -> None:
+    conventions = read_case(
+        **NANOTRON_ROW, gpus=gpus, tp=tp, pp=pp, micro_batch=micro_batch
+    ).conventions
+    assert (conventions.num_unreleased_sequences > 0) == is_unreleased
+    assert (conventions.poll_seconds > 0) == is_polled
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pp", "zero_stage", "is_polled"),
+    [
+        (64, 16, 0, True),
+        (64, 16, 1, False),
+        (64, 32, 0, False),  # two copies
+        (64, 2, 0, False),  # 32 copies
+        (8, 2, 0, False),
+        (256, 32, 0, False),
+    ],
+)
+def test_nanotrons_pipelines_with_few_copies_and_zero_0_are_of_the_second_round(
+    gpus: int, pp: int, zero_stage: int, *, is_polled: bool
+) -> None:
+    row = NANOTRON_ROW | {"gpus": gpus, "tp": 1, "pp": pp, "zero_stage": zero_stage}
+    assert (read_case(**row).conventions.poll_seconds > 0) == is_polled
 
 
 def test_layers_in_bf16_save_bf16_activations() -> None:

@@ -16,7 +16,12 @@ from shardwright.planner.published.measurements import (
     read_published_run,
     read_rows,
 )
-from shardwright.planner.published.predictions import list_candidates, predict_row, predict_run
+from shardwright.planner.published.predictions import (
+    list_candidates,
+    predict_least_memory,
+    predict_row,
+    predict_run,
+)
 from tests.unit.planner.published.rows import OUTCOMES, ROW
 
 
@@ -322,9 +327,17 @@ def test_a_row_that_fits_uses_at_most_the_memory_of_the_device() -> None:
         "notes": "NeMo/Megatron-Core",
         "seq_len": "8192",
     }
-    row = predict_row(read_published_run("x", extract_configuration(large_row)))
+    run = read_published_run("x", extract_configuration(large_row))
+    row = predict_row(run)
     assert row.fits, "recomputation makes it fit"
     assert row.memory_gib <= 79.2
+    stated = read_published_run("x", extract_configuration(large_row | {"recompute": "none"}))
+    least = predict_least_memory(run)
+    without = predict_least_memory(stated)
+    assert least.fits
+    assert least.time == without.time == predict_run(stated).time
+    assert without.memory == predict_run(stated).memory
+    assert least.memory.activations < without.memory.activations / 2
 
 
 def test_the_version_of_a_benchmark_suite_is_the_release() -> None:
