@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.architecture import HFShape
+from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.offload import OffloadTier
 from shardwright.config.recipe import Recipe
 from shardwright.hardware.measured_profile import TierRates, load_profile
 from shardwright.planner.engine_model import OPTIMIZER_COSTS, choose_optimizer_kind
-from shardwright.plans import Plan
 from shardwright.units import format_bytes
 
 _HOST_UPDATE_BYTES = 20.0
@@ -57,11 +56,12 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
 
 
 def find_overlap_obstacle(
-    plan: Plan, recipe: Recipe, *, has_weight_maxima: bool = False
+    recipe: Recipe, shape: ModelShape, *, has_weight_maxima: bool = False
 ) -> str | None:
     """Return why a forward pass on a GPU cannot begin during the update of offloaded states.
 
-    None if it can. `Candidate.overlaps_update` has the same conditions.
+    None if it can. `Candidate.overlaps_update` has the same conditions, but not those of peers and
+    of transformers' classes.
 
     Args:
         has_weight_maxima: True if a step begins with maxima of all weights.
@@ -73,7 +73,7 @@ def find_overlap_obstacle(
         "weights return to their tier after it": recipe.has_offloaded_trained_weights,
         f"{recipe.optimizer.name} needs whole matrices of all ranks": not costs.can_update_on_host,
         "zeros of matrices are restored after it": recipe.model.keep_zeros,
-        "a class of transformers reads its weights": isinstance(plan.shape, HFShape),
+        "a class of transformers reads its weights": isinstance(shape, HFShape),
         "a step begins with maxima of all weights": has_weight_maxima,
         "copies for peers read all weights first": recipe.elastic.peer_copies > 0,
     }

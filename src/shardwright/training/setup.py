@@ -304,7 +304,7 @@ def _offload_states(
     if device.type == "cuda":
         logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
         obstacle = find_overlap_obstacle(
-            validated_run.plan, recipe, has_weight_maxima=model.weight_maxima is not None
+            recipe, validated_run.shape, has_weight_maxima=model.weight_maxima is not None
         )
         if obstacle is None:
             overlap = overlap_update(model)

@@ -29,7 +29,7 @@ from shardwright.planner.problem import build_problem, build_template, read_plan
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import find_rejections
 from shardwright.planner.time.communication import StridedGroup
-from shardwright.planner.update_place import choose_update_place
+from shardwright.planner.update_place import choose_update_place, find_overlap_obstacle
 
 NUM_PARAMETERS = 5_928_861_696
 STATE_BYTES = 8 * NUM_PARAMETERS
@@ -88,13 +88,21 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
     assert predicted.compute / 3 > STATE_BYTES / 25e9
     first_elements = (NUM_PARAMETERS - 2 * 32000 * 4096) / 28 + 32000 * 4096
     assert predicted.optimizer == pytest.approx(first_elements * 8 / 25e9, rel=0.01)
-    for changed in (
-        {"optimizer": {"name": "adafactor"}},
-        {"offload": {"optimizer": "disk"}},
-        {"offload": {"optimizer": "host", "parameters": "host"}},
-        {"offload": {"optimizer": "host", "update_on": "host"}},
-    ):
-        assert not build_template(build_recipe(**sections | changed)).overlaps_update
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({}, None),
+        ({"adapters": {"rank": 8}, "offload": {"optimizer": "host", "parameters": "host"}}, None),
+        ({"optimizer": {"name": "adafactor"}}, "adafactor needs whole matrices of all ranks"),
+        ({"offload": {"optimizer": "disk"}}, "the host waits for the disk"),
+        (
+            {"offload": {"optimizer": "host", "parameters": "host"}},
+            "weights return to their tier after it",
+        ),
+        ({"offload": {"optimizer": "host", "update_on": "host"}}, "the host updates"),
+    ]
+    for changed, obstacle in cases:
+        recipe = build_recipe(**sections | changed)
+        assert find_overlap_obstacle(recipe, read_planning_shape(recipe)) == obstacle
+        assert build_template(recipe).overlaps_update == (obstacle is None)
     assert not replace(candidate, can_offload_trained=False).overlaps_update  # zeros are kept
 
 
