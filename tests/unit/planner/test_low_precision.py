@@ -413,7 +413,6 @@ def test_gradients_of_dense_weights_are_written_in_fp32_where_a_kernel_can(
         (replace(candidate, has_wide_products=False), narrow),
         (replace(candidate, layout=Layout(tp=2, async_tensor_parallel="chunked")), narrow),
     ):
-        weight = get_weight_bytes(each, is_deferred=False)
-        assert (weight.result, weight.converted) == expected
-    expert = get_weight_bytes(candidate, is_deferred=False, is_expert=True)
-    assert (expert.result, expert.converted) == narrow
+        dense, experts = get_weight_bytes(each, is_deferred=False)
+        assert (dense.result, dense.converted) == expected
+        assert (experts.result, experts.converted) == narrow

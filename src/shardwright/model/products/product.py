@@ -73,8 +73,10 @@ def multiply(
     if not (is_packed or is_scaled or is_deferrable or is_wide):
         matrix = read_weight(weight, working, x.dtype)
         return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
-    # Detached: the product's own gradient has the parameter's dtype.
-    operand = weight if is_packed else read_weight(weight.detach(), working, x.dtype)
+    operand = None
+    if not is_packed and weight.dtype != x.dtype:
+        # Detached: the product's own gradient has the parameter's dtype.
+        operand = read_weight(weight.detach(), working, x.dtype)
     reference = _WeightReference(weight) if is_deferrable else None
     if is_packed or is_scaled:
         product: Tensor = _LinearProduct.apply(x, weight, operand, None, rule, reference)
@@ -245,14 +247,15 @@ class _WeightReference(NamedTuple):
 
 class _LinearProduct(torch.autograd.Function):
     """Product that saves packed bytes as they are, scales operands, defers weight gradients, and
-    computes these in the weight's dtype. `operand` is the weight in the precision of x."""
+    computes these in the weight's dtype. `operand` is a cast of the weight to the precision of x,
+    None if it needs none."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        operand: Tensor,
+        operand: Tensor | None,
         bias: Tensor | None,
         rule: ProductRule,
         reference: _WeightReference | None,
@@ -260,6 +263,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx.rule = rule
         ctx.reference = reference
         ctx.weight_dtype = weight.dtype
+        operand = weight if operand is None else operand
         # Only the weight's gradient needs x.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, operand)
         matrix_OI = _read_matrix(operand, rule, x.dtype)

@@ -199,7 +199,6 @@ def _compute_layer_activations(
             tensors_of_block,
             is_deferred=True,
             weight_bytes=get_weight_bytes(candidate, is_deferred=True),
-            expert_bytes=get_weight_bytes(candidate, is_deferred=True),
         )
         deferred = (
             compute_deferred_bytes(deferring_block),
@@ -354,7 +353,6 @@ def build_block_tensors(
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
-        expert_bytes=get_weight_bytes(candidate, is_deferred=False, is_expert=True),
         temporaries=compute_block_temporaries(facts, kind, candidate),
     )
 

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 
@@ -70,6 +70,13 @@ class WeightBytes(NamedTuple):
     """Of the gradient that remains. 0 if it is added to an existing one."""
     cast: float = 0.0
     """Of the weight's cast, freed with the product."""
+
+
+class BlockWeightBytes(NamedTuple):
+    """Bytes per element of a block's matrices."""
+
+    dense: WeightBytes
+    experts: WeightBytes
 
 
 class ProductTemporaries(NamedTuple):
@@ -128,8 +135,7 @@ class BlockTensorBytes:
     is_adapted: bool
     """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
-    weight_bytes: WeightBytes
-    expert_bytes: WeightBytes
+    weight_bytes: BlockWeightBytes
     temporaries: BlockTemporaries
 
 
@@ -163,7 +169,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     for operation in _list_operations(tensor_bytes):
         elements = operation.elements
         temporaries = operation.temporaries
-        weight = tensor_bytes.expert_bytes if operation.is_expert else tensor_bytes.weight_bytes
+        weight = getattr(tensor_bytes.weight_bytes, operation.matrices)
         peak = max(
             peak,
             live + temporaries.input_gradient,
@@ -213,7 +219,7 @@ class _Operation(NamedTuple):
     elements: float = 0.0
     """Elements of its weight."""
     temporaries: ProductTemporaries = ProductTemporaries()
-    is_expert: bool = False
+    matrices: Literal["dense", "experts"] = "dense"
 
 
 def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
@@ -329,12 +335,12 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield _Operation(rows, rows - ordered if block.unpadded else -rows)
         if block.num_expert_parts:
             yield exchange
-    down = (block.elements.down, block.temporaries.down, True)
-    yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down)
+    down = (block.elements.down, block.temporaries.down)
+    yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down, matrices="experts")
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
-    up = (block.elements.up, block.temporaries.up, True)
-    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up)
+    up = (block.elements.up, block.temporaries.up)
+    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up, matrices="experts")
     if sent:
         yield _Operation(sent, sent - rows)
         yield exchange

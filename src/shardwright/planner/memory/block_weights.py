@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.backward_peak import ProductElements, WeightBytes
+from shardwright.planner.memory.backward_peak import (
+    BlockWeightBytes,
+    ProductElements,
+    WeightBytes,
+)
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
 from shardwright.planner.time.memory_traffic import has_wide_gradients
 
@@ -33,15 +37,21 @@ def count_product_elements(
     return ProductElements(down, up, output, projections)
 
 
-def get_weight_bytes(
-    candidate: Candidate, *, is_deferred: bool, is_expert: bool = False
-) -> WeightBytes:
+def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> BlockWeightBytes:
     """Return the bytes per element of a block's matrices in its backward pass.
 
     Args:
         is_deferred: the gradients of weights are computed later.
-        is_expert: of matrices of experts.
     """
+    is_wide = candidate.has_wide_products and has_wide_gradients(candidate)
+    return BlockWeightBytes(
+        dense=_get_matrix_bytes(candidate, is_deferred=is_deferred, is_wide=is_wide),
+        experts=_get_matrix_bytes(candidate, is_deferred=is_deferred, is_wide=False),
+    )
+
+
+def _get_matrix_bytes(candidate: Candidate, *, is_deferred: bool, is_wide: bool) -> WeightBytes:
+    """Return the bytes of matrices; `is_wide` if their gradients are computed in fp32."""
     size = candidate.activation_bytes
     master = candidate.master_bytes
     if candidate.adapter is not None:
@@ -55,7 +65,6 @@ def get_weight_bytes(
         return WeightBytes(cast=cast)
     layout = candidate.layout
     is_added = candidate.gradient_accumulation_steps > 1 or layout.dp_replicate > 1
-    is_wide = candidate.has_wide_products and not is_expert and has_wide_gradients(candidate)
     is_converted = size != master and not is_wide
     return WeightBytes(
         result=size if is_converted else master,
