@@ -25,8 +25,10 @@ FUNCTIONS = """\
 Updates and dequantisation of {num_elements:,} elements with `model.compile_functions` on and off,
 in turn. The ratio is the median of neighbouring times (on / off), with its quartiles. Bits: whether
 all results and states are equal bit by bit after the same number of calls, or how far apart they
-are. The loss is not compiled: off are chunks of 1,024 tokens, whose products are rounded before
-they are summed; on is one chunk, as `model.loss_chunk_tokens: auto` takes where memory is free.
+are. AdamW and 8-bit AdamW clip gradients and cast the new weights to bf16, too; off, AdamW does so
+in passes of their own. The loss is not compiled: off are chunks of 1,024 tokens, whose products are
+rounded before they are summed; on is one chunk, as `model.loss_chunk_tokens: auto` takes where
+memory is free.
 The tile of a row that ranks share is on the kernel that plain attention takes (cuDNN on Hopper),
 off flash attention. Weights cast once per step (`precision.working_weights`) are those of forward
 and backward passes of four micro-batches; off casts them at every use. Norms, gate, rotation and

@@ -23,15 +23,16 @@ from shardwright.optim.sharded_optimizer import ParameterPiece, get_local_tensor
 _MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Elements from which a tensor is worth a call of its own, which takes the host about 0.1 ms;
 torch's kernel updates a list in one."""
-_CPU_VECTOR = 64
-"""Elements of which a CPU's tensor must have a multiple: torch rounds a remainder otherwise."""
+_ROW_ELEMENTS = 64
+"""Elements that divide a tensor, for whole vectors: torch's kernel of a CPU rounds a remainder
+otherwise, and a kernel on a GPU would read single numbers."""
 _ALIGNMENT_BYTES = 16
 """Alignment that compiled code expects."""
-_SAMPLE_ELEMENTS = 67 * _CPU_VECTOR
+_SAMPLE_SHAPE = (67, _ROW_ELEMENTS)
 
 
 class AdamWTensors(NamedTuple):
-    """One parameter, its gradient and moments, `[N]` in fp32; all but the gradient change."""
+    """One parameter, its gradient and moments, `[N, 64]` in fp32; all but the gradient change."""
 
     weights: Tensor
     gradient: Tensor
@@ -176,12 +177,12 @@ class OnePassAdamW:
 
 
 def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:
-    """Return a piece's tensors, flat; None if the one pass does not apply."""
+    """Return a piece's tensors in rows; None if the one pass does not apply."""
     num_elements = piece.local.numel()
     kind = piece.local.device.type
     if kind not in _MIN_ELEMENTS or num_elements < _MIN_ELEMENTS[kind]:
         return None
-    if kind == "cpu" and num_elements % _CPU_VECTOR:
+    if num_elements % _ROW_ELEMENTS:
         return None
     moments = (get_local_tensor(piece.state[key]) for key in ("exp_avg", "exp_avg_sq"))
     tensors = [piece.local, piece.gradient, *moments]
@@ -192,7 +193,7 @@ def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT_BYTES:
             return None
-    return AdamWTensors(*(tensor.view(-1) for tensor in tensors))
+    return AdamWTensors(*(tensor.view(-1, _ROW_ELEMENTS) for tensor in tensors))
 
 
 def compute_numbers(
@@ -247,7 +248,7 @@ def _compute_rates_on_device(
 
 
 def _mark_varying(tensors: AdamWTensors) -> AdamWTensors:
-    """Mark the number of elements as one that varies between calls: all numbers share a graph."""
+    """Mark the number of rows as one that varies between calls: all numbers share a graph."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 0)
@@ -259,16 +260,17 @@ def _make_sample(
 ) -> tuple[AdamWTensors, AdamWNumbers, AdamWConstants]:
     """Make a parameter with the moments of two updates, gradients of all sizes and some zeros."""
     generator = torch.Generator().manual_seed(0)
-    size = (_SAMPLE_ELEMENTS,)
-    weights = torch.randn(size, generator=generator).to(device)
-    magnitudes = 10.0 ** torch.randint(-12, 3, size, generator=generator)
-    copy = None if copy_dtype is None else torch.zeros(size, dtype=copy_dtype, device=device)
+    weights = torch.randn(_SAMPLE_SHAPE, generator=generator).to(device)
+    magnitudes = 10.0 ** torch.randint(-12, 3, _SAMPLE_SHAPE, generator=generator)
+    copy = (
+        None if copy_dtype is None else torch.zeros(_SAMPLE_SHAPE, dtype=copy_dtype, device=device)
+    )
     moments = (torch.zeros_like(weights), torch.zeros_like(weights))
     step = torch.zeros((), device=device)
     group = {"lr": 3e-3, "weight_decay": 0.1}
     for _ in range(3):
-        gradient = torch.randn(size, generator=generator) * magnitudes
-        gradient[::7] = 0.0
+        gradient = torch.randn(_SAMPLE_SHAPE, generator=generator) * magnitudes
+        gradient[:, ::7] = 0.0
         tensors = AdamWTensors(weights, gradient.to(device), *moments, copy)
         step = step + 1
         (numbers,) = compute_numbers([step], group, constants, 0.37)

@@ -109,8 +109,10 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
             parameter.grad = (gradient.mT * sizes).mT if gradient.ndim == 2 else gradient
             parameter.grad[:1] *= step % 2
         set_learning_rate(optimizer, 0.03 / (step + 1))
-        if optimizer.applies_factor and step:
+        if compiler and optimizer.applies_factor:
             optimizer.gradient_factor = 0.37
+        else:
+            torch._foreach_mul_([parameter.grad for parameter in weights.values()], 0.37)
         optimizer.step()
         for name, parameter in weights.items():
             if compiler and name in COPIED.get(rule, ()):

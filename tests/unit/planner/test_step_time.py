@@ -17,14 +17,11 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import (
-    compute_end_seconds,
-    compute_layer_seconds,
-    count_update_bytes,
-)
+from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
 from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_stages
+from shardwright.planner.time.update_time import count_update_bytes
 from shardwright.schedule import ActionTimes, build_schedule
 from shardwright.schedule import simulate as simulate_schedule
 from tests.unit.planner import models

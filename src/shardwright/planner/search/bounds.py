@@ -13,7 +13,6 @@ from operator import mul
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.time.compute import compute_update_seconds
 from shardwright.planner.time.data_parallel_time import (
     compute_rank_traffic,
     count_updated_elements,
@@ -21,6 +20,7 @@ from shardwright.planner.time.data_parallel_time import (
 )
 from shardwright.planner.time.pipeline import PipelinePartition, PipelineStages
 from shardwright.planner.time.step_costs import LayerCosts, StepCosts
+from shardwright.planner.time.update_time import compute_update_seconds
 from shardwright.schedule.registry import has_split_backward
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
-from shardwright.hardware import Accelerator
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
     has_dense_mask,
@@ -36,8 +34,6 @@ _NUM_FORWARD_OPERATIONS = 22
 _NUM_BACKWARD_OPERATIONS = 40
 """Operations of one block, forward and backward, that the host launches in eager mode."""
 _COMPILED_OPERATIONS_SHARE = 0.5
-_CLIP_BYTES = 8.0
-"""Bytes that clipping reads and writes per fp32 gradient in a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -432,30 +428,3 @@ def compute_end_seconds(
         sum_bytes = 8 + 2 * size * has_separate_products
         moved += num_chunks * vocab * shape.hidden_size * sum_bytes
     return embedding, forward + dx + dw + rates.time_copy(moved)
-
-
-def compute_update_seconds(num_elements: float, candidate: Candidate, rates: DeviceRates) -> float:
-    """Compute seconds of norm, clip and update of the trained parameters on a rank."""
-    num_bytes = count_update_bytes(num_elements, candidate, rates.cluster.accelerator)
-    return num_bytes / rates.update_bytes_per_second
-
-
-def count_update_bytes(
-    num_elements: float, candidate: Candidate, accelerator: Accelerator
-) -> float:
-    """Count the bytes that norm, clip and update read and write."""
-    per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
-    if has_one_pass_update(candidate, accelerator):
-        per_element -= _CLIP_BYTES
-    return num_elements * per_element * candidate.master_bytes / 4
-
-
-def has_one_pass_update(candidate: Candidate, accelerator: Accelerator) -> bool:
-    """Return True if the update itself clips gradients and writes working weights; where states or
-    trained weights are offloaded, it updates pieces of them and does neither."""
-    has_all = candidate.offload == "none" and (
-        candidate.parameter_offload == "none" or candidate.adapter is not None
-    )
-    setting = candidate.compile_functions
-    is_compiled = accelerator.kind != "cpu" if setting == "auto" else setting
-    return is_compiled and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass

@@ -23,11 +23,6 @@ from shardwright.planner.offload_costs import (
 )
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
-from shardwright.planner.time.compute import (
-    compute_update_seconds,
-    count_update_bytes,
-    has_one_pass_update,
-)
 from shardwright.planner.time.data_parallel_time import (
     compute_data_seconds,
     compute_rank_traffic,
@@ -38,6 +33,11 @@ from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwright.planner.time.step_costs import StagePasses, StepCosts
 from shardwright.planner.time.traffic import NO_TRAFFIC
+from shardwright.planner.time.update_time import (
+    compute_update_seconds,
+    count_update_bytes,
+    has_one_pass_update,
+)
 
 
 def compute_stage_seconds(

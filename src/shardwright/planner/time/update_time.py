@@ -1,0 +1,38 @@
+"""Bytes and seconds of the optimizer's update on a rank."""
+
+from __future__ import annotations
+
+from shardwright.hardware import Accelerator
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import OPTIMIZER_COSTS
+from shardwright.planner.rates.device_rates import DeviceRates
+
+_CLIP_BYTES = 8.0
+"""Bytes that clipping reads and writes per fp32 gradient in a pass of its own."""
+
+
+def compute_update_seconds(num_elements: float, candidate: Candidate, rates: DeviceRates) -> float:
+    """Compute seconds of norm, clip and update of the trained parameters on a rank."""
+    num_bytes = count_update_bytes(num_elements, candidate, rates.cluster.accelerator)
+    return num_bytes / rates.update_bytes_per_second
+
+
+def count_update_bytes(
+    num_elements: float, candidate: Candidate, accelerator: Accelerator
+) -> float:
+    """Count the bytes that norm, clip and update read and write."""
+    per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
+    if has_one_pass_update(candidate, accelerator):
+        per_element -= _CLIP_BYTES
+    return num_elements * per_element * candidate.master_bytes / 4
+
+
+def has_one_pass_update(candidate: Candidate, accelerator: Accelerator) -> bool:
+    """Return True if the update itself clips gradients and writes working weights; where states or
+    trained weights are offloaded, it updates pieces of them and does neither."""
+    has_all = candidate.offload == "none" and (
+        candidate.parameter_offload == "none" or candidate.adapter is not None
+    )
+    setting = candidate.compile_functions
+    is_compiled = accelerator.kind != "cpu" if setting == "auto" else setting
+    return is_compiled and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass
