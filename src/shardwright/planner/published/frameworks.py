@@ -26,12 +26,13 @@ class FrameworkDefaults:
     """
 
     conventions: FrameworkConventions
-    earlier_conventions: FrameworkConventions | None = None
-    """Conventions of the earlier published rows (`row_conventions`), without a pipeline."""
-    earlier_pipelined_conventions: FrameworkConventions | None = None
+    unpipelined_conventions: FrameworkConventions | None = None
+    """Conventions without a pipeline, if they differ: the host runs ahead of the device
+    (`row_conventions`)."""
+    pipelined_conventions: FrameworkConventions | None = None
     """The same with more than two stages, whose receives limit how far the host runs ahead."""
-    later_pipelined_conventions: FrameworkConventions | None = None
-    """Conventions of the later published rows with a pipeline."""
+    polling_conventions: FrameworkConventions | None = None
+    """Conventions of pipelines of a release that polled for messages."""
     conventions_since_2025: FrameworkConventions | None = None
     """Conventions of releases that run on the accelerators of 2025 (H200, Blackwell), if they
     differ."""
@@ -146,10 +147,10 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         # torch 2.1 does not reuse the input of a reduce-scatter until an event shows that NCCL's
         # stream has read it. A CUDA stream queues 1,024 launches, and a layer's forward pass has
         # about 40 with two reduce-scatters. The number for pipelines is estimated from rows.
-        earlier_conventions=replace(_NANOTRON, num_unreleased_sequences=51.0),
-        earlier_pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=36.0),
+        unpipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=51.0),
+        pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=36.0),
         # Sleeps of `P2P._send_meta` and `_recv_meta` (branch nouamane/bench2, 2024-12-27).
-        later_pipelined_conventions=replace(_NANOTRON, poll_seconds=0.1),
+        polling_conventions=replace(_NANOTRON, poll_seconds=0.1),
         links={"Hopper": "efa-p5"},
     ),
     "megatron-core": FrameworkDefaults(

@@ -31,7 +31,7 @@ def build_conventions(
     accelerator = node.accelerator
     is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
     of_release = framework.conventions_since_2025 if is_recent else None
-    of_release = of_release or _choose_round(row, framework, layout)
+    of_release = of_release or _choose_release(row, framework, layout)
     conventions = of_release or framework.conventions
     if conventions.name == "huggingface" and re.search(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
@@ -65,30 +65,31 @@ def build_conventions(
     return conventions
 
 
-def _choose_round(
+def _choose_release(
     row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout
 ) -> FrameworkConventions | None:
-    """Return the conventions of the round of benchmarks that a row of nanotron's table belongs to.
+    """Return the conventions of the release that measured a row of nanotron's table, or None for
+    those of the trainer.
 
-    Its script (scripts/scaling_benchmarks.py) skips configurations of the first round, except for
-    pipelines older than a certain job. No column states the round. By their time and memory, these
-    rows are of the second one: all on 512 GPUs but those with tensor parallelism over four nodes
-    and no pipeline, and of the pipelines those with tensor parallelism over four nodes, those with
-    more than one sequence per micro-batch on 256 GPUs, and those with one, ZeRO-0 and 4 to 16 model
-    copies on fewer (by a comment of the script, its first round used ZeRO-0 from 32 copies).
+    Its script (scripts/scaling_benchmarks.py) repeats pipelines that are older than a certain job.
+    No column states which rows polled for messages. By their time, these did: all pipelines on 512
+    GPUs, those with tensor parallelism over four nodes, those with more than one sequence per
+    micro-batch on 256 GPUs, and those with one, ZeRO-0 and 4 to 16 model copies on fewer. By their
+    memory, the host did not run ahead on 512 GPUs without a pipeline, except with tensor
+    parallelism over four nodes.
     """
     num_gpus = layout.world_size
     spans_four_nodes = layout.tp > 16
     if layout.pp == 1:
-        is_later = num_gpus >= 512 and not spans_four_nodes
-        return None if is_later else framework.earlier_conventions
+        runs_ahead = num_gpus < 512 or spans_four_nodes
+        return framework.unpipelined_conventions if runs_ahead else None
     if (read_integer(row, "micro_batch") or 1) > 1:
-        is_later = num_gpus >= 256
+        has_polled = num_gpus >= 256
     else:
         has_few_copies = 2 < layout.data_ranks < 32
-        is_later = num_gpus >= 512 or (
+        has_polled = num_gpus >= 512 or (
             8 < num_gpus <= 128 and layout.zero_stage == 0 and has_few_copies
         )
-    if is_later or spans_four_nodes:
-        return framework.later_pipelined_conventions
-    return framework.earlier_pipelined_conventions if layout.pp > 2 else None
+    if has_polled or spans_four_nodes:
+        return framework.polling_conventions
+    return framework.pipelined_conventions if layout.pp > 2 else None

@@ -251,7 +251,7 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
         (128, 8, 2, 1, False, False),
     ],
 )
-def test_rounds_of_nanotrons_table(
+def test_releases_of_nanotrons_table(
     gpus: int, tp: int, pp: int, micro_batch: int, *, is_unreleased: bool, is_polled: bool
 ) -> None:
     conventions = read_case(
@@ -272,7 +272,7 @@ def test_rounds_of_nanotrons_table(
         (256, 32, 0, False),
     ],
 )
-def test_nanotrons_pipelines_with_few_copies_and_zero_0_are_of_the_second_round(
+def test_nanotrons_pipelines_with_few_copies_and_zero_0_polled(
     gpus: int, pp: int, zero_stage: int, *, is_polled: bool
 ) -> None:
     row = NANOTRON_ROW | {"gpus": gpus, "tp": 1, "pp": pp, "zero_stage": zero_stage}
