@@ -63,9 +63,12 @@ class StageLoad:
         if not self.backward_moments:
             return int(self.num_in_flight * self.num_stages > 1.0)
         return max(
-            moment.num_staying
-            for moment in self.backward_moments
-            if moment.gradient_share >= min_gradient_share
+            (
+                moment.num_staying
+                for moment in self.backward_moments
+                if moment.gradient_share >= min_gradient_share
+            ),
+            default=0,
         )
 
     def count_resident_layers(self, candidate: Candidate) -> float:
