@@ -13,7 +13,7 @@ from operator import ge
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
-from shardwright.planner.memory.parameter_memory import BackwardMoment, StageLoad
+from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
