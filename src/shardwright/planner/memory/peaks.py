@@ -280,7 +280,7 @@ def _compute_backward_peak(
     workspaces = compute_pending_reduction_bytes(
         candidate, count_group_elements(facts, candidate, load)
     )
-    # The root's group is reduced, and the embedding's gradient added, when this layer has finished.
+    # The root's group is reduced when this layer has finished.
     freed = live.largest_layer_bytes
     if candidate.engine.has_ordered_frees:
         freed += live.recomputed_bytes + live.gradient_bytes
@@ -295,8 +295,9 @@ def _compute_backward_peak(
         and load.has_embedding
     ):
         # A gradient that is added to an existing one is allocated first.
-        added = facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
-        workspaces += max(0.0, added - freed * candidate.engine.has_ordered_frees)
+        workspaces += (
+            facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
+        )
     gradients = (
         persistent.gradients
         + persistent.reduced_gradients
