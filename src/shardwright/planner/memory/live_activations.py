@@ -209,8 +209,8 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
         messages += load.num_gradient_senders * message
         if load.has_head and candidate.layout.schedule == "gpipe":
             # Every loss but the one whose backward pass runs has computed its gradients.
-            waiting = candidate.micro_batch_tokens * token_bytes
-            waiting += compute_logit_bytes(facts, candidate)[1]
+            weight_gradient = compute_logit_bytes(facts, candidate)[1]
+            waiting = candidate.micro_batch_tokens * token_bytes + weight_gradient
             messages += (load.num_in_flight - 1.0) * waiting
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
