@@ -41,10 +41,14 @@ NUM_EVALUATIONS = 8
 MIN_STEPS = 64
 """With fewer steps the validation loss would hardly decrease."""
 _MEASURED_STEPS = 12
+_MIN_FREE_SHARE = 0.9
+"""Below this share of free cores the time without other processes is printed too."""
 _WARM_STEPS = 2
 """Steps that are not measured, because libraries choose kernels and memory grows."""
-_LATER_STARTS = 4
-"""Later commands: train, train --resume, generate, report."""
+_NUM_RANKS = 2
+_LATER_STARTS = 3
+"""Later commands: train and train --resume; generate and report together take less than another
+one."""
 
 _SIGNAL_ON_PARENT_DEATH = 1
 """PR_SET_PDEATHSIG of prctl(2); exec does not reset it."""
@@ -60,9 +64,18 @@ class Pace:
     """Seconds per optimizer step."""
     evaluation: float
     """Seconds per evaluation."""
+    busy_cores: float = 0.0
+    """Cores that other processes used at the same time."""
+    num_cores: int = _NUM_RANKS
+
+    @property
+    def free_share(self) -> float:
+        """Share of the cores of two ranks that other processes left."""
+        return min(1.0, max(0.0, self.num_cores - self.busy_cores) / _NUM_RANKS)
 
     def predict_seconds(self, num_steps: int) -> float:
-        """Predict the seconds from now to the end of a demo of `num_steps` steps."""
+        """Predict the seconds from now to the end of a demo of `num_steps` steps, if other
+        processes use as much of the machine as now."""
         overhead = _LATER_STARTS * self.start + NUM_EVALUATIONS * self.evaluation
         return overhead + num_steps * self.step
 
@@ -104,18 +117,25 @@ def choose_run_length(pace: Pace, max_steps: int, remaining_seconds: float) -> R
 
 def describe_run_length(run_length: RunLength, pace: Pace, max_steps: int) -> str:
     """Describe how long the demo will take and, if it is shortened, by how much and why."""
+    seconds = pace.predict_seconds(run_length.num_steps)
     text = f"a step takes {pace.step:.2f} s here: {run_length.num_steps} steps and everything else "
-    text += f"take about {_format_minutes(pace, run_length.num_steps)}"
+    text += f"take about {_format_minutes(seconds)}"
+    if pace.free_share < _MIN_FREE_SHARE:
+        text += (
+            f", or {_format_minutes(seconds * pace.free_share)} without other processes, which use "
+            f"{pace.busy_cores:.1f} of {pace.num_cores} cores"
+        )
     if run_length.num_steps < max_steps:
         text = (
             f"shortened from {max_steps} to {run_length.num_steps} steps, because {text}, "
-            f"and {max_steps} steps would take about {_format_minutes(pace, max_steps)}"
+            f"and {max_steps} steps would take about "
+            f"{_format_minutes(pace.predict_seconds(max_steps))}"
         )
     return text
 
 
-def _format_minutes(pace: Pace, num_steps: int) -> str:
-    minutes, seconds = divmod(round(pace.predict_seconds(num_steps)), 60)
+def _format_minutes(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds:02d} s"
 
 
@@ -161,7 +181,10 @@ def main() -> int:
         return fail("the measured steps failed")
     spent_seconds = time.monotonic() - start_seconds
     run_length = choose_run_length(pace, max_steps, options.seconds - spent_seconds)
-    predicted_seconds = spent_seconds + pace.predict_seconds(run_length.num_steps)
+    remaining_seconds = pace.predict_seconds(run_length.num_steps)
+    predicted = f"{spent_seconds + remaining_seconds:.0f} s"
+    if pace.free_share < _MIN_FREE_SHARE:
+        predicted = f"{spent_seconds + remaining_seconds * pace.free_share:.0f} to {predicted}"
     print_heading(describe_run_length(run_length, pace, max_steps))
     train = [
         *build_train_command(run_dir),
@@ -192,7 +215,7 @@ def main() -> int:
     print_heading("6. Draw the report")
     if code := run_command(["report", str(run_dir)]):
         return fail(f"report exited with code {code}")
-    return check_run(run_dir, time.monotonic() - start_seconds, predicted_seconds)
+    return check_run(run_dir, time.monotonic() - start_seconds, predicted)
 
 
 def build_train_command(run_dir: Path) -> list[str]:
@@ -210,16 +233,31 @@ def measure_pace(run_dir: Path, settings: list[str]) -> Pace | None:
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [f"training.max_steps={_MEASURED_STEPS}", "training.warmup_steps=0"]
     overrides.append("evaluation.every_steps=null")
+    busy_seconds = read_other_seconds()
     start_seconds = time.monotonic()
     if run_command([*build_train_command(run_dir), *build_set_options([*settings, *overrides])]):
         return None
     whole_seconds = time.monotonic() - start_seconds
+    busy_cores = max(0.0, read_other_seconds() - busy_seconds) / whole_seconds
     events = read_events(run_dir)
     steps = [event.step_seconds for event in events.filter_by_type(StepEvent)]
     evaluation = sum(event.seconds for event in events.filter_by_type(EvaluationEvent))
     shutil.rmtree(run_dir)
     start = max(0.0, whole_seconds - sum(steps) - evaluation)
-    return Pace(start, median(steps[_WARM_STEPS:]), evaluation)
+    num_cores = os.cpu_count() or _NUM_RANKS
+    return Pace(start, median(steps[_WARM_STEPS:]), evaluation, busy_cores, num_cores)
+
+
+def read_other_seconds() -> float:
+    """Read the processor time of all processes but this one and its ended children since the
+    machine started, in seconds; 0 where the kernel does not tell it."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _waiting, *interrupts = map(int, line.split()[1:8])
+    total = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    return total - sum(os.times()[:4])
 
 
 def end_with_parent() -> None:
@@ -273,15 +311,13 @@ def count_logged_steps(run_dir: Path) -> int:
     )
 
 
-def check_run(run_dir: Path, seconds: float, predicted_seconds: float) -> int:
+def check_run(run_dir: Path, seconds: float, predicted: str) -> int:
     """Check that the validation loss decreased and that no step was lost or repeated."""
     events = select_surviving(read_events(run_dir))
     losses = [(event.step, event.loss) for event in events if isinstance(event, EvaluationEvent)]
     steps = [event.step for event in events if isinstance(event, StepEvent)]
     curve = " -> ".join(f"{loss:.2f}" for _, loss in losses)
-    print_heading(
-        f"done in {seconds:.0f} s (predicted: {predicted_seconds:.0f} s): validation loss {curve}"
-    )
+    print_heading(f"done in {seconds:.0f} s (predicted: {predicted}): validation loss {curve}")
     print(f"run folder: {run_dir}")
     if steps != list(range(1, len(steps) + 1)):
         return fail("steps were lost or repeated between the stopped and the resumed run")

@@ -5,9 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from recipes.demo import MIN_STEPS, RECIPE, Pace, RunLength, choose_run_length, describe_run_length
+from recipes.demo import (
+    MIN_STEPS,
+    RECIPE,
+    Pace,
+    RunLength,
+    choose_run_length,
+    describe_run_length,
+)
 
 from shardwright.config import load_recipe
 
@@ -55,7 +63,7 @@ def test_fast_machine_runs_the_recipe_unchanged(monkeypatch: pytest.MonkeyPatch)
     assert load_recipe(RECIPE, run_length.settings()) == load_recipe(RECIPE)
     assert run_length.stop_step == 250
     text = describe_run_length(run_length, QUICK, 800)
-    assert "800 steps and everything else take about 3 min 28 s" in text
+    assert "800 steps and everything else take about 3 min 20 s" in text
     assert "shortened" not in text
 
 
@@ -72,13 +80,22 @@ def test_slow_machine_shortens_the_demo_and_reports_why() -> None:
         f"shortened from 800 to {run_length.num_steps} steps, because a step takes 0.50 s here"
         in text
     )
-    assert "800 steps would take about 7 min 28 s" in text
+    assert "800 steps would take about 7 min 20 s" in text
+
+
+def test_a_busy_machine_has_a_second_prediction() -> None:
+    busy = replace(QUICK, busy_cores=1.0)
+    text = describe_run_length(RunLength(800), busy, 800)
+    assert "take about 3 min 20 s, or 1 min 40 s without other processes" in text
+    assert "which use 1.0 of 2 cores" in text
+    assert replace(busy, num_cores=8).free_share == 1.0
+    assert "other processes" not in describe_run_length(RunLength(800), QUICK, 800)
 
 
 def test_very_slow_machine_runs_the_minimum_number_of_steps() -> None:
     run_length = choose_run_length(CRAWLING, 800, 250.0)
     assert run_length.num_steps == MIN_STEPS
-    assert f"{MIN_STEPS} steps and everything else take about 48 min 48 s" in describe_run_length(
+    assert f"{MIN_STEPS} steps and everything else take about 48 min 40 s" in describe_run_length(
         run_length, CRAWLING, 800
     )
     assert choose_run_length(CRAWLING, 32, 250.0).num_steps == 32

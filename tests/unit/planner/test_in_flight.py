@@ -7,7 +7,7 @@ from operator import le
 import pytest
 
 from shardwright.errors import ScheduleError
-from shardwright.planner.memory.parameter_memory import BackwardMoment
+from shardwright.planner.memory.stage_load import BackwardMoment
 from shardwright.planner.time.pipeline import count_passes_in_flight, list_backward_moments
 from shardwright.schedule import Schedule, count_peak_activations, load_schedule, plan_steps
 from shardwright.schedule.registry import PIPELINE_SCHEDULES

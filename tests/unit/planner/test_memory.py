@@ -14,8 +14,8 @@ from shardwright.model.forward_context import build_forward_context
 from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.activations import get_layer_activations
-from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.published.conventions import FrameworkConventions

@@ -75,14 +75,17 @@ def test_without_a_cluster_there_is_no_prediction() -> None:
     assert predict_training_run(build_validated_run(None)) is None
 
 
-def train_on_predicted_cpu(folder: Path, *, bytes_per_second: float) -> EventLog:
-    """Train eight steps on a CPU whose rates are given, and return the events."""
-    profile = MeasuredProfile(
-        "any", None, "2026", 2**34, bytes_per_second, (MatmulRate("fp32", 8, 8, 8, 1e9),)
-    )
-    save_profile(profile, folder / "profile.json")
+def train_on_predicted_cpu(folder: Path, *, bytes_per_second: float | None) -> EventLog:
+    """Train eight steps on a CPU whose rates are given, or the catalogue's, and return the
+    events."""
+    cluster = ClusterSection(node="1xcpu")
+    if bytes_per_second is not None:
+        profile = MeasuredProfile(
+            "any", None, "2026", 2**34, bytes_per_second, (MatmulRate("fp32", 8, 8, 8, 1e9),)
+        )
+        save_profile(profile, folder / "profile.json")
+        cluster = ClusterSection(node="1xcpu", profile=str(folder / "profile.json"))
     recipe = build_recipe(folder, max_steps=8)
-    cluster = ClusterSection(node="1xcpu", profile=str(folder / "profile.json"))
     train(
         recipe.model_copy(
             update={
@@ -116,6 +119,22 @@ def test_a_run_with_slow_input_says_so_once(
     assert "reading the input takes" in warning.message
     assert warning.message.endswith("no other layout would be faster at the measured rates")
     assert (tmp_path / "run" / "log.txt").read_text().count(warning.message) == 1
+
+
+def test_a_run_on_a_cpu_without_measured_rates_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step slower than a whole CPU of the catalogue is no warning."""
+    read = loop.read_step_micro_batches
+
+    def read_late(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return read(*arguments)
+
+    monkeypatch.setattr(loop, "read_step_micro_batches", read_late)
+    events = train_on_predicted_cpu(tmp_path, bytes_per_second=None)
+    assert not events.filter_by_type(WarningEvent)
+    assert "`shardwright doctor --calibrate`" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_run_within_the_interval_does_not_warn(tmp_path: Path) -> None:

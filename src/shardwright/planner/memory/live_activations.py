@@ -16,7 +16,7 @@ from shardwright.planner.memory.activations import (
     compute_shared_table_bytes,
     get_layer_activations,
 )
-from shardwright.planner.memory.parameter_memory import BackwardMoment, StageLoad
+from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
@@ -183,10 +183,48 @@ def _compute_mean_saved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Can
     return share * saved + (1.0 - share) * bf16_saved
 
 
+class _StageBytes(NamedTuple):
+    """Bytes of tensors between stages: saved by a pass through all stages of the rank, messages
+    that are received or sent, an output, and its gradient next to those of the layers."""
+
+    saved: float = 0.0
+    messages: float = 0.0
+    output: float = 0.0
+    output_gradient: float = 0.0
+
+
+def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _StageBytes:
+    if candidate.layout.pp == 1:
+        return _StageBytes()
+    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
+    message = candidate.residual_tokens * token_bytes
+    messages = load.num_stages * message  # a receive is posted before it is needed
+    if candidate.engine.has_ordered_frees:
+        # A sent gradient remains until a later message shows that it has arrived.
+        messages += load.num_gradient_senders * message
+        if load.has_head and candidate.layout.schedule == "gpipe":
+            # Every loss but the one whose backward pass runs has computed its gradients.
+            weight_gradient = compute_logit_bytes(facts, candidate)[1]
+            waiting = candidate.micro_batch_tokens * token_bytes + weight_gradient
+            messages += (load.num_in_flight - 1.0) * waiting
+    num_outputs = load.num_stages - load.has_head
+    if candidate.activation_offload == "none":
+        return _StageBytes(num_outputs * message, messages, message)
+    # Inputs that other ranks sent do not leave with their layers' saved tensors, and the gradient
+    # of an output remains after the last layer has read it.
+    has_gradient = num_outputs > 0 and sum(load.layers) > load.num_stages
+    return _StageBytes(
+        (num_outputs + load.num_gradient_senders) * message,
+        messages,
+        message,
+        has_gradient * message,
+    )
+
+
 def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
-    saved = largest = deferred = deferring = 0.0
+    saved = largest = deferred = deferring = gathers = 0.0
     backward = []
     kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -199,33 +237,14 @@ def compute_live_activations(
             backward.append((layer.recomputed_bytes, layer.gradient_bytes))
             kinds.append((kind, layer))
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
-    ends = (embedding_bytes if load.has_embedding else 0.0) + (head_bytes if load.has_head else 0.0)
+    stage = _compute_stage_bytes(facts, candidate, load)
+    ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
-    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
-    message = messages = gathers = 0.0
-    if candidate.layout.pp > 1:
-        message = candidate.residual_tokens * token_bytes
-        messages = load.num_stages * message  # a receive is posted before it is needed
-        if candidate.engine.has_ordered_frees:
-            # A sent gradient remains until a later message shows that it has arrived.
-            messages += load.num_gradient_senders * message
-            if load.has_head and candidate.layout.schedule == "gpipe":
-                # Every loss but the one whose backward pass runs has computed its gradients.
-                waiting = candidate.micro_batch_tokens * token_bytes
-                waiting += compute_logit_bytes(facts, candidate)[1]
-                messages += (load.num_in_flight - 1.0) * waiting
-        num_outputs = load.num_stages - load.has_head
-        ends += num_outputs * message  # saved until its gradient arrives
-        if candidate.activation_offload != "none":
-            # Inputs that other ranks sent do not leave with their layers' saved tensors, and the
-            # gradient of an output remains after the last layer has read it.
-            ends += load.num_gradient_senders * message
-            if num_outputs and sum(load.layers) > load.num_stages:
-                gradients += message
-                deferring += message
+    gradients += stage.output_gradient
+    deferring += stage.output_gradient
     if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
         gathers = candidate.engine.compute_sequence_buffer_bytes(
-            candidate.micro_batch_tokens * token_bytes
+            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
         )
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
@@ -249,7 +268,7 @@ def compute_live_activations(
         saved,
         ends,
         compute_shared_table_bytes(facts, candidate),
-        messages,
+        stage.messages,
         gathers,
         sum(load.layers),
         load.count_resident_layers(candidate),
@@ -259,7 +278,7 @@ def compute_live_activations(
         gradients,
         head_bytes if load.has_head else 0.0,
         deferring,
-        message,
+        stage.output,
         deferred,
         moments,
         ending,

@@ -5,78 +5,19 @@ Parts that persist between steps follow the trainer's `placement.build_parameter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import (
     LayerKind,
     ModelFacts,
     ParameterElements,
     get_layer_recompute,
 )
-
-
-class BackwardMoment(NamedTuple):
-    """Passes in memory besides the one that runs backward, under a schedule that defers gradients
-    of weights."""
-
-    num_saved: float
-    num_deferred: float
-    """Passes whose weight gradients wait."""
-    num_staying: int
-    """1 if the last layer of another pass has just run forward: not offloaded yet."""
-    gradient_share: float
-    """Share of the rank's stages that have gradients of weights when the pass ends."""
-    num_messages: int
-    """Inputs and outputs of stages in these passes and the one that runs, and inputs that are
-    received early."""
-    is_deferring: bool
-    """True if the pass defers its own weight gradients."""
-
-
-@dataclass(frozen=True)
-class StageLoad:
-    """Layers and activations of one pipeline rank: layers per kind (of all its stages),
-    embedding, head, and micro-batches in flight.
-
-    `num_in_flight` counts micro-batches whose activations are saved at once, in passes through all
-    layers of the rank: a rank with two stages that saves three passes through one of them has
-    1.5.
-    """
-
-    layers: tuple[int, ...]
-    has_embedding: bool = True
-    has_head: bool = True
-    num_in_flight: float = 1.0
-    num_stages: int = 1
-    num_gradient_senders: int = 0
-    """Stages whose input's gradient goes to another rank."""
-    backward_moments: tuple[BackwardMoment, ...] = ()
-    """Under a schedule that defers gradients of weights: the moments with most in memory."""
-
-    def count_staying_layers(self, min_gradient_share: float = 0.0) -> int:
-        """Return 1 if the last layer of another pass has just run forward in some backward pass,
-        and at least this share of the stages has gradients then."""
-        if not self.backward_moments:
-            return int(self.num_in_flight * self.num_stages > 1.0)
-        return max(
-            moment.num_staying
-            for moment in self.backward_moments
-            if moment.gradient_share >= min_gradient_share
-        )
-
-    def count_resident_layers(self, candidate: Candidate) -> float:
-        """Count the layers whose saved tensors are on the device at most; inf without offloading.
-
-        One layer computes while another one's tensors leave or return. The last layer of the latest
-        forward pass stays, too, until the next one begins.
-        """
-        if candidate.activation_offload == "none":
-            return inf
-        return 1.0 + (sum(self.layers) > self.num_stages) + self.count_staying_layers()
 
 
 class PersistentMemory(NamedTuple):
@@ -296,22 +237,15 @@ def compute_gathered_bytes(
     if candidate.adapter is not None and candidate.adapter.quantised:
         # A quantised matrix is dequantised for its matmul, one at a time.
         if not engine.has_ordered_frees:
-            dequantised_bytes = (
-                max(
-                    (
-                        p.num_inputs * p.num_outputs / layout.tp
-                        for k in facts.kinds
-                        for p in k.matmuls
-                    ),
-                    default=0.0,
-                )
-                * size
-            )
+            elements = (p.num_inputs * p.num_outputs for k in facts.kinds for p in k.matmuls)
+            dequantised_bytes = max(elements, default=0.0) / layout.tp * size
         if layout.zero_stage < 3:
             return dequantised_bytes
     has_shards = candidate.has_offloaded_shards
     is_moved = candidate.parameter_offload != "none" and not has_shards
-    root_bytes = count_root_elements(facts, candidate, load) * size if should_include_root else 0.0
+    # Without sharding the embedding's table is not cast: only its rows are.
+    root = replace(load, has_embedding=load.has_embedding and candidate.is_sharded)
+    root_bytes = should_include_root * count_root_elements(facts, candidate, root) * size
     if (layout.zero_stage == 3 or has_shards) and candidate.is_sharded:
         num_layers = sum(load.layers) if num_pending is None else num_pending
         groups = min(1 + layout.num_gathers_ahead, -(-num_layers // layout.wrap_blocks) or 1)
@@ -332,14 +266,10 @@ def compute_gathered_bytes(
     if not engine.has_master_weights:
         return 0.0
     if candidate.is_sharded:
-        elements = parameters.local - is_moved * parameters.movable
-        return elements * candidate.get_gather_bytes(parameters)
+        num_elements = parameters.local - is_moved * parameters.movable
+        return num_elements * candidate.get_gather_bytes(parameters)
     if not _has_casts(candidate):
         return 0.0
-    if should_include_root:  # rows of the embedding are read without a cast of its table
-        root_bytes = (
-            count_root_elements(facts, candidate, replace(load, has_embedding=False)) * size
-        )
     # Casts are saved for the backward pass with the activations of their layer, once per
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
     # exist.

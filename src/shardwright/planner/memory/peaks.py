@@ -27,7 +27,6 @@ from shardwright.planner.memory.live_activations import (
 from shardwright.planner.memory.moved_weights import count_updated_blocks
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
-    StageLoad,
     compute_gathered_bytes,
     compute_gradient_bytes_at_loss,
     compute_offloaded_cast_bytes,
@@ -41,6 +40,7 @@ from shardwright.planner.memory.parameter_memory import (
     has_earlier_gradients,
     has_saved_casts,
 )
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
@@ -58,15 +58,18 @@ def predict_memory(
     known."""
     persistent = persistent or compute_persistent_memory(facts, candidate, load)
     live = compute_live_activations(facts, candidate, load)
-    steady_load = load
+    last_passes = live.list_last_backward_passes(load)
     if not has_earlier_gradients(candidate) and load.num_in_flight > 1.0:
         # The first backward pass leaves the gradients to which the second one adds.
-        steady_load = replace(load, num_in_flight=load.num_in_flight - 1.0)
+        second = replace(load, num_in_flight=load.num_in_flight - 1.0)
+        saved = live.compute_saved_bytes(second.num_in_flight)
+        whole = (sum(load.layers), saved + live.recomputed_bytes + live.gradient_bytes)
+        last_passes = [whole, *live.list_last_backward_passes(second)]
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
         *(
             _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
-            for moment in live.list_last_backward_passes(steady_load)
+            for moment in last_passes
         ),
         _compute_update_peak(candidate, persistent),
     )

@@ -11,7 +11,7 @@ from math import log2
 from operator import mul
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.time.data_parallel_time import (
     compute_rank_traffic,

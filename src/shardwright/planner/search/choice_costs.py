@@ -5,9 +5,9 @@ from __future__ import annotations
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
-    StageLoad,
     compute_persistent_memory,
 )
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
 from shardwright.planner.search.divisibility import list_schedules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import mul
 from typing import NamedTuple
 
-from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
 from shardwright.planner.search.space import Degrees, ExecutionChoice
 from shardwright.planner.time.step_costs import LayerCosts

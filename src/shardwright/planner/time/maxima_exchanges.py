@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.parameter_memory import StageLoad
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.memory_traffic import compute_local_sides, list_matmuls

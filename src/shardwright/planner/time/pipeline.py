@@ -13,7 +13,7 @@ from operator import ge
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
-from shardwright.planner.memory.parameter_memory import BackwardMoment, StageLoad
+from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
@@ -268,10 +268,10 @@ def _list_rank_moments(
     for index, action in enumerate(row):
         is_deferring = action.kind == "I"
         stage = action.stage
-        num_kept = 1 + is_linked[stage]  # input, and output or the last norm's input
+        num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
         if action.kind == "F":
             num_saved += 1
-            num_messages += num_kept
+            num_messages += num_own_messages
             last = action[1:]
             continue
         if not is_deferring:
@@ -280,7 +280,7 @@ def _list_rank_moments(
             num_deferred -= 1
         else:
             num_saved -= 1
-            num_messages -= num_kept
+            num_messages -= num_own_messages
             last = None if last == action[1:] else last
             num_received = sum(
                 later.kind != "W" and is_linked[later.stage + (later.kind != "F")]

@@ -124,6 +124,9 @@ class PredictionComparison:
     validated_run: ValidatedRun
     prediction: Prediction
     rank_sync: RankSync
+    is_of_catalogue_cpu: bool = False
+    """True if a rank on some cores is predicted as a whole CPU of the catalogue. A slower step is
+    no surprise then."""
     steps: list[RankStep] = field(default_factory=list)
 
     def add(self, times: RankStepTimes, memory_bytes: tuple[int, ...]) -> StepSlowdown | None:
@@ -151,7 +154,7 @@ class PredictionComparison:
             RankStep(row[0], row[1], dict(zip(own.waits, row[2:], strict=True))) for row in rows
         ]
         measured = combine_ranks(ranks, self.validated_run.plan.layout)
-        if measured.step <= self.prediction.step_interval[1]:
+        if self.is_of_catalogue_cpu or measured.step <= self.prediction.step_interval[1]:
             return None
         return find_slowdown(self.validated_run, self.prediction, measured)
 
@@ -168,6 +171,11 @@ class PredictionComparison:
                 f"; predicted memory {format_bytes(predicted_bytes)}, "
                 f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
             )
+        if self.is_of_catalogue_cpu:
+            text += (
+                "; the time is that of a whole CPU of the catalogue per rank: measure these ranks "
+                "with `shardwright doctor --calibrate`, and name the file in cluster.profile"
+            )
         return text
 
 
@@ -176,9 +184,16 @@ def compare_with_prediction(context: RankContext) -> PredictionComparison | None
     steps themselves."""
     run = context.validated_run
     predicted = predict_training_run(run)
-    if predicted is None or context.is_trial:
+    section = run.recipe.cluster
+    if predicted is None or section is None or context.is_trial:
         return None
-    return PredictionComparison(run, predicted, context.rank_sync)
+    cluster = build_cluster(section, run.plan.layout.world_size)
+    return PredictionComparison(
+        run,
+        predicted,
+        context.rank_sync,
+        is_of_catalogue_cpu=cluster.accelerator.kind == "cpu" and cluster.profile is None,
+    )
 
 
 def _compute_median_step(steps: Sequence[RankStep]) -> RankStep:

@@ -10,8 +10,8 @@ import pytest
 
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
-from shardwright.planner.memory.parameter_memory import StageLoad
 from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.published.conventions import FrameworkConventions
