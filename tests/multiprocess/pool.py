@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwright.verification.local_group import BACKEND
@@ -18,11 +17,13 @@ from shardwright.verification.reference import write_reference
 
 __all__ = ["RankPool", "SharedReferencePool"]
 
-if torch.__version__ < "2.13":
-    # Compilers before 2.13 trace torch's own classes of process groups, which runs have, but no
-    # subclass, which the ranks of this pool have.
+try:
     from torch._dynamo.variables.distributed import ProcessGroupVariable
-
+except ImportError:
+    pass
+else:
+    # The compiler of torch 2.11 traces torch's own classes of process groups, which runs have, but
+    # no subclass, which the ranks of this pool have.
     ProcessGroupVariable.is_process_group = staticmethod(
         lambda value: isinstance(value, dist.ProcessGroup)
     )

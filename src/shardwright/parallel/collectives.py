@@ -100,20 +100,11 @@ class _CollectiveFunction(torch.autograd.Function):
         ctx.group = group
         ctx.dim = dim
         ctx.backward_move = backward
-        return view_result(keep_result(partial(forward, x, group, dim)))
+        return keep_result(partial(forward, x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.backward_move(gradients[0], ctx.group, ctx.dim), None, None, None, None
-
-
-def view_result(filled: Tensor) -> Tensor:
-    """Return the result of an autograd function, which a collective has filled.
-
-    torch 2.11 compiles a function that fills its result in place as if nothing read the result: its
-    gradient is zero. A view of the result has the right one.
-    """
-    return filled.view_as(filled) if torch.compiler.is_compiling() else filled
 
 
 def _identity(x: Tensor, _group: dist.ProcessGroup, _dim: int) -> Tensor:

@@ -21,7 +21,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -29,6 +28,7 @@ from torch.distributed.fsdp import (
     UnshardHandle,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout import Layout, PipelineStage
@@ -41,6 +41,10 @@ from shardwright.optim.sharded_optimizer import UpdatePart
 from shardwright.parallel.comm_timing import time_fsdp_waits
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.sharded_weights import list_parameter_groups
+
+# Documented for fully_shard (`shard_placement_fn`), but not exported. Newer than FSDP2 itself:
+# torch 2.11 has one mesh per module.
+_HAS_MESH_PER_PARAMETER = hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 def apply_fsdp(
@@ -65,7 +69,7 @@ def apply_fsdp(
     Under expert parallelism a block's experts are sharded over `efsdp`, but gathered and freed
     with their block: hooks on the experts alone would run inside the recomputed function, a
     different number of times than in the forward pass, which selective recomputation refuses.
-    Where FSDP2 cannot do that (before torch 2.13), they are wrapped separately, and their hooks
+    Where FSDP2 cannot do that (torch 2.11), they are wrapped separately, and their hooks
     are moved to their block; they then come first in the list.
 
     The root holds the embeddings and the head. The final norm joins the last blocks, because
@@ -140,10 +144,10 @@ def apply_fsdp(
 def _shard_modules(modules: nn.Module | list[nn.Module], **options: Any) -> None:
     """Call `fully_shard`, also for matrices of packed bytes.
 
-    Before torch 2.13, FSDP2 makes every parameter trainable for a moment, which integers cannot
-    be, and casts them all to the compute dtype.
+    FSDP2 of torch 2.11 makes every parameter trainable for a moment, which integers cannot be, and
+    casts them all to the compute dtype.
     """
-    if torch.__version__ >= "2.13":
+    if _HAS_MESH_PER_PARAMETER:
         fully_shard(modules, **options)
         return
     source: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
@@ -203,17 +207,9 @@ def _group_blocks_by_stage(
 def _build_expert_placement(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
     """Build FSDP2's placement function: experts over `efsdp`, other parameters as their block.
 
-    None if this PyTorch's FSDP2 (before 2.13) has one mesh per module.
+    None if this PyTorch's FSDP2 has one mesh per module.
     """
-    # Documented for fully_shard (`shard_placement_fn`), but not exported; newer than FSDP2
-    # itself.
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import (
-            FSDPMeshInfo,
-            HSDPMeshInfo,
-            ShardPlacementResult,
-        )
-    except ImportError:
+    if not _HAS_MESH_PER_PARAMETER:
         return None
     expert_names = {
         spec.name for spec in decoder.shape.list_parameters() if spec.role in EXPERT_ROLES
@@ -223,11 +219,11 @@ def _build_expert_placement(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parame
     }
     efsdp = mesh.device_mesh("efsdp")
     info = (
-        FSDPMeshInfo(efsdp, shard_mesh_dim=0)
+        _fsdp_common.FSDPMeshInfo(efsdp, shard_mesh_dim=0)
         if efsdp.ndim == 1
-        else HSDPMeshInfo(efsdp, shard_mesh_dim=1, replicate_mesh_dim=0)
+        else _fsdp_common.HSDPMeshInfo(efsdp, shard_mesh_dim=1, replicate_mesh_dim=0)
     )
-    placement = ShardPlacementResult(placement=None, mesh_info=info)
+    placement = _fsdp_common.ShardPlacementResult(placement=None, mesh_info=info)
     return lambda parameter: placement if parameter in parameters else None
 
 

@@ -96,7 +96,7 @@ def list_block_groups(
 
 
 def list_parameter_groups(module: FSDPModule) -> list[Any]:
-    """List FSDP2's groups of parameters of a module; before torch 2.13 there is one at most."""
+    """List FSDP2's groups of parameters of a module; in torch 2.11 there is one at most."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

@@ -143,6 +143,7 @@ def test_compiled_layers_call_the_kernels_with_the_same_operands(name: str) -> N
         assert torch.equal(plain, compiled)
 
 
+@NEEDS_CPU_KERNEL
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_maximum_of_a_weight_follows_from_those_of_its_rows() -> None:
     """Compiled code reads a weight once for the scales of the output and the input gradient."""

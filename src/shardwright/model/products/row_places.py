@@ -96,7 +96,4 @@ def _take(x_ND: Tensor, indices: Tensor, copies: int) -> Tensor:
     num_rows = x_ND.shape[0]
     is_absent = indices >= num_rows * copies
     rows = x_ND.index_select(0, (indices // copies).clamp(max=num_rows - 1))
-    if torch.compiler.is_compiling():
-        # torch 2.11 gives results that an autograd function fills in place a gradient of zero.
-        return rows.masked_fill(is_absent[:, None], 0.0)
     return rows.masked_fill_(is_absent[:, None], 0.0)

@@ -298,9 +298,7 @@ class ScaledProducts:
             counts_E,
             transposed=is_transposed,
         )
-        # A conversion that returns its input loses the gradient of a compiled function of torch
-        # 2.11, if the function returns the result.
-        return product_M if dtype == wide else product_M.to(dtype)
+        return product_M.to(dtype)
 
 
 _keys = itertools.count()

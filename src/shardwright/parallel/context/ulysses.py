@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.collectives import view_result
 from shardwright.parallel.comm_timing import time_wait
 
 
@@ -67,7 +66,7 @@ class _RowExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RX: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return view_result(_all_to_all(x_RX, group))
+        return _all_to_all(x_RX, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
