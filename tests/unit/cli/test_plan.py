@@ -66,7 +66,7 @@ def test_the_best_layouts_of_a_13b_model_on_eight_gpus(
     )
     assert parts["low"] < parts["total"] < parts["high"]
     assert chosen["memory_bytes"]["low"] < chosen["memory_bytes"]["total"]
-    assert output["evidence"].startswith("measured runs: 1 of shardwright, ")
+    assert output["evidence"].startswith("measured runs: 2 of shardwright, ")
     assert exposed == pytest.approx(parts["total"])
     assert chosen["days"] == pytest.approx(100 * parts["total"] / 86400)
     assert chosen["gpu_hours"] == pytest.approx(100 * parts["total"] * 8 / 3600)

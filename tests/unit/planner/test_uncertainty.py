@@ -88,4 +88,4 @@ def test_packaged_intervals_are_wide_where_nothing_was_measured() -> None:
     assert own.memory.high > measured.memory.high * 0.99
     assert own.memory_margin > 0.05
     assert cpu.time.high < own.time.high / 2
-    assert own.evidence.startswith("measured runs: 1 of shardwright, ")
+    assert own.evidence.startswith("measured runs: 2 of shardwright, ")
