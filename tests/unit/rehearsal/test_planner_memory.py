@@ -197,7 +197,7 @@ CASES = [
         sections=DEEP_OFFLOAD,
         tolerance=0.005,
     ),
-    Case("llama", Layout(pp=2), steps=4, rank=1, sections=OFFLOAD, tolerance=0.005),
+    Case("llama", Layout(pp=2), steps=4, rank=1, sections=PAIRS_OFFLOAD, tolerance=0.005),
     Case("llama", Layout(pp=2, schedule="zbv"), steps=4, sections=PAIRS_OFFLOAD, tolerance=0.015),
     Case(
         "llama",
@@ -270,7 +270,7 @@ LONG_CASES = [
             sections=PAIRS_OFFLOAD,
         )
         for schedule, recomputes in (
-            ("1f1b", ("none", "full")),
+            ("1f1b", ("full",)),
             ("gpipe", ("none",)),
             ("interleaved_1f1b", ("none",)),
             ("zbv", ("selective", "full")),

@@ -62,9 +62,10 @@ def predict_memory(
     if not has_earlier_gradients(candidate) and load.num_in_flight > 1.0:
         # The first backward pass leaves the gradients to which the second one adds.
         second = replace(load, num_in_flight=load.num_in_flight - 1.0)
-        saved = live.compute_saved_bytes(second.num_in_flight)
+        remaining = compute_live_activations(facts, candidate, second)
+        saved = remaining.compute_saved_bytes(second.num_in_flight)
         whole = (sum(load.layers), saved + live.recomputed_bytes + live.gradient_bytes)
-        last_passes = [whole, *live.list_last_backward_passes(second)]
+        last_passes = [whole, *remaining.list_last_backward_passes(second)]
     moments = (
         _compute_loss_peak(facts, candidate, load, persistent, live),
         *(
