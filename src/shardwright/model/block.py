@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.architecture import ModelShape
 from shardwright.model.attention.attention import Attention
 from shardwright.model.attention.latent_attention import LatentAttention
+from shardwright.model.compiled_gradients import repair_compiled_gradients
 from shardwright.model.dropout import Dropout, DropoutSite
 from shardwright.model.forward_context import ForwardContext
 from shardwright.model.mlp import FeedForward
@@ -108,6 +109,7 @@ class Block(nn.Module):
 
     def compile_forward(self, **options: Any) -> None:
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
+        repair_compiled_gradients()
         function = torch.compile(self.forward_with_recompute, **options)
         if isinstance(self.mlp, MixtureOfExperts):
             # Operators read numbers of rows on the host. Unless this is allowed, torch breaks the

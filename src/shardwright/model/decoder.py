@@ -23,7 +23,6 @@ from shardwright.layout import PipelineStage
 from shardwright.model.attention.attention import describe_attention
 from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.block import Block, RecomputeRunner, build_norm
-from shardwright.model.compiled_gradients import repair_compiled_gradients
 from shardwright.model.dropout import DropoutKey, DropoutSite
 from shardwright.model.embedding import Embedding
 from shardwright.model.forward_context import build_default_positions, build_forward_context
@@ -189,7 +188,6 @@ class Decoder(nn.Module):
         """
         if torch.are_deterministic_algorithms_enabled() and "backend" not in options:
             options.setdefault("options", {"deterministic": True})
-        repair_compiled_gradients()
         for block in self.blocks:
             block.compile_forward(**options)
 

@@ -49,6 +49,13 @@ def find_compiler_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def compiles_wide_attention() -> bool:
+    """Return True if compilers know the dtype of the sums of fp64 attention on a CPU."""
+    rows = torch.empty(1, 1, 1, 1, dtype=torch.float64, device="meta")
+    _, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, rows, rows)
+    return bool(sums.dtype == torch.float64)
+
+
 def choose_compilation(device: torch.device) -> CompileChoice:
     """Resolve `model.compile: auto` for a device: on for CUDA if Triton works there."""
     if device.type != "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwright.placement.compilation import CompileChoice
 from shardwright.plans import Plan, complete_plan, resolve_degrees
 from shardwright.telemetry.event_log import RunStartedEvent, read_events
 from shardwright.telemetry.sinks import describe_event
+from shardwright.training.checks import model_checks
 from shardwright.training.checks.auto_choice import agree_on_compilation
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
@@ -135,6 +137,20 @@ def test_explicit_compilation_without_a_compiler_is_an_error(
     )
     with pytest.raises(RecipeError, match=r"model\.compile.*no C\+\+ compiler is installed"):
         validate_run(build_compiled_recipe(tmp_path, True), 1)
+
+
+@pytest.mark.parametrize("is_supported", [False, True])
+@pytest.mark.parametrize("kind", ["fp32", "fp64"])
+def test_fp64_is_compiled_for_a_cpu_if_torch_knows_its_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_supported: bool
+) -> None:
+    monkeypatch.setattr(model_checks, "compiles_wide_attention", lambda: is_supported)
+    monkeypatch.setattr(auto_layout, "find_compiler_obstacle", lambda _device: None)
+    recipe = build_compiled_recipe(tmp_path, True, precision=kind)
+    is_refused = kind == "fp64" and not is_supported
+    message = r"model\.compile: torch .* cannot compile fp64 attention for a CPU"
+    with pytest.raises(RecipeError, match=message) if is_refused else nullcontext():
+        validate_run(recipe, 1)
 
 
 @pytest.mark.parametrize(

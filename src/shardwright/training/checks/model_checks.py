@@ -9,6 +9,7 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
+from shardwright.numerics.compilation import compiles_wide_attention
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.plans import Plan
 
@@ -37,6 +38,24 @@ def check_attention(recipe: Recipe, plan: Plan) -> None:
         is_packed=recipe.data.packing == "documents" or recipe.preference is not None,
         has_dropout=True,
     )
+
+
+def check_compilation(recipe: Recipe, plan: Plan) -> None:
+    """Raise if blocks shall be compiled for a CPU in fp64, and torch miscompiles their attention.
+
+    torch 2.11 and 2.12 take the sums of fp64 attention, which the backward pass reads, as fp32.
+    """
+    is_fp64 = resolve_dtypes(plan.precision).compute == torch.float64
+    if recipe.model.compile is not True or not is_fp64 or compiles_wide_attention():
+        return
+    if not should_use_cuda(recipe.run.device, field="run.device"):
+        raise RecipeError(
+            f"torch {torch.__version__} cannot compile fp64 attention for a CPU",
+            field="model.compile",
+            got=True,
+            allowed="false with precision.kind: fp64",
+            remedy="Or install torch 2.13 or newer",
+        )
 
 
 def check_hf_model(recipe: Recipe, shape: ModelShape) -> None:

@@ -50,7 +50,11 @@ from shardwright.training.checks.async_tensor_parallel import resolve_async_tens
 from shardwright.training.checks.deep_ep_checks import check_deep_ep
 from shardwright.training.checks.kernel_checks import check_low_precision_kernels
 from shardwright.training.checks.loss_kernel_checks import check_loss_kernel
-from shardwright.training.checks.model_checks import check_attention, check_hf_model
+from shardwright.training.checks.model_checks import (
+    check_attention,
+    check_compilation,
+    check_hf_model,
+)
 from shardwright.training.checks.offload_checks import check_offload
 from shardwright.training.checks.peer_copy_checks import check_peer_copies
 from shardwright.training.checks.row_lengths import has_short_rows
@@ -172,6 +176,7 @@ def validate_run(
         WeightsFolder(recipe.model.path).check(shape.base_shape)
     check_hf_model(recipe, shape)
     check_attention(recipe, plan)
+    check_compilation(recipe, plan)
     check_loss_kernel(recipe, plan)
     check_deep_ep(recipe, plan)
     if recipe.evaluation.num_samples:
