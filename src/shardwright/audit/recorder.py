@@ -597,6 +597,8 @@ class _StepRecord:
             }
         )
         self._optimizer = optimizer
+        # Our optimizers multiply gradients in the update, which the check of the update notices.
+        factor = getattr(optimizer, "gradient_factor", 1.0)
         for name, (_, parameter) in parameters.items():
             is_checked = name in self.values["parameters"] and self.recorder.projections is None
             if self.is_fsdp1 or not is_checked:
@@ -611,7 +613,7 @@ class _StepRecord:
                 square = float(raw.double().square().sum())
                 if square > 0.0 and step_gradient.numel() == raw.numel():
                     product = float(step_gradient @ raw.double().flatten())
-                    self.values["applied_scales"][name] = product / square
+                    self.values["applied_scales"][name] = factor * product / square
 
     def report(self, reported: Mapping[str, Any]) -> None:
         unknown = set(reported) - {"loss", "gradient_norm", "max_grad_norm"}
