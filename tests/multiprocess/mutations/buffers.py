@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import gradient_clip
+from shardwright.optim import local_updates
 from shardwright.parallel import ParallelModel, ddp
 from shardwright.parallel.fsdp import EarlyGathers
 from shardwright.training import step
@@ -92,11 +93,11 @@ def keep_stale_gathered_parameters() -> Iterator[None]:
 @contextmanager
 def scale_matrices_only() -> Iterator[None]:
     """Scale only the gradients of the large buffer and omit vectors."""
-    original = step.scale_
+    original = local_updates.scale_gradients
     with patch.object(
-        step,
-        "scale_",
-        lambda gradients, factor: original([g for g in gradients if g.ndim > 1], factor),
+        local_updates,
+        "scale_gradients",
+        lambda pieces, factor: original([p for p in pieces if p.local.ndim > 1], factor),
     ):
         yield
 

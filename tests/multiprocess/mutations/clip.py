@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.layout import ParameterLayout
 from shardwright.numerics import gradient_clip
+from shardwright.optim import local_updates
 from shardwright.parallel import ParallelModel
 from shardwright.training import step
 
@@ -67,20 +68,20 @@ def compute_norm_of_half_the_layers() -> Iterator[None]:
 @contextmanager
 def clip_per_parameter_group() -> Iterator[None]:
     """Clip decayed and undecayed parameters by separate norms."""
-    original = ParallelModel.list_gradients
+    original = step._scale_gradients
 
-    def clip_vectors_first(self: ParallelModel) -> list[tuple[Tensor | None, ParameterLayout]]:
-        gradients = original(self)
+    def scale_vectors_first(model: ParallelModel, optimizer: Any, factor: float) -> None:
+        gradients = model.list_gradients()
         vectors = [(gradient, layout) for gradient, layout in gradients if len(layout.shape) == 1]
-        whole = gradient_clip.compute_global_norm(gradients, self.sum_over)
-        own = gradient_clip.compute_global_norm(vectors, self.sum_over)
+        whole = gradient_clip.compute_global_norm(gradients, model.sum_over)
+        own = gradient_clip.compute_global_norm(vectors, model.sum_over)
         if bool(own > 0):
             gradient_clip.scale_(
                 [gradient for gradient, _ in vectors if gradient is not None], whole / own
             )
-        return gradients
+        original(model, optimizer, factor)
 
-    with patch.object(ParallelModel, "list_gradients", clip_vectors_first):
+    with patch.object(step, "_scale_gradients", scale_vectors_first):
         yield
 
 
@@ -144,11 +145,6 @@ def divide_by_zero_tokens() -> Iterator[None]:
 
 @contextmanager
 def exhaust_gradient_iterator() -> Iterator[None]:
-    """Exhaust the iterator of gradients in the norm, so that nothing is clipped."""
-    original = ParallelModel.list_gradients
-
-    def exhaust(self: ParallelModel) -> Any:
-        return iter(original(self)[len(original(self)) :])
-
-    with patch.object(ParallelModel, "list_gradients", exhaust):
+    """Clip nothing, as after a norm that has exhausted the iterator of gradients."""
+    with patch.object(local_updates, "scale_gradients", lambda _pieces, _factor: None):
         yield
