@@ -131,6 +131,10 @@ class LocalProcessGroup(dist.ProcessGroup):
         """Return the name of the backend."""
         return BACKEND
 
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        """Return this group: torch 2.14 asks the backend whether it combines messages."""
+        return self
+
     def _exchange(
         self,
         parts: Tensor | Sequence[Tensor] | None,

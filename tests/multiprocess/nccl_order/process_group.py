@@ -167,6 +167,10 @@ class OrderedProcessGroup(dist.ProcessGroup):
         """Return the name of the backend."""
         return BACKEND
 
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        """Return this group: torch 2.14 asks the backend whether it combines messages."""
+        return self
+
     def _issue(
         self,
         kind: str,
