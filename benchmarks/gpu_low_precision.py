@@ -31,8 +31,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_model import build_model, make_batch
 from benchmarks.gpu_profile import wait
-from benchmarks.gpu_quantised_steps import SIZES, Sizes, build_model, make_batch, time_steps
+from benchmarks.gpu_quantised_steps import SIZES, Sizes, choose_precision, time_steps
 from shardwright.config.low_precision import (
     LowPrecisionRecipe,
     select_fast_products,
@@ -159,7 +160,9 @@ def train_curve(
     rows, tokens = sizes.curve_shape
     ids = read_text_ids(sizes.curve_steps * rows * tokens)
     ids_SBT = ids[: len(ids) // (rows * tokens) * rows * tokens].view(-1, rows, tokens)
-    model = build_model(sizes.curve_config, recipe, device, sizes.curve_shape, seed)
+    model = build_model(
+        sizes.curve_config, choose_precision(recipe), device, sizes.curve_shape, seed
+    )
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=1e-3, weight_decay=0.1
     )

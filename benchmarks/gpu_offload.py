@@ -57,8 +57,8 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.contenders.with_shardwright import build_recipe, build_validated_run
+    from benchmarks.gpu_model import make_batch
     from benchmarks.gpu_profile import wait
-    from benchmarks.gpu_quantised_steps import make_batch
     from shardwright.config.offload import OffloadSection
     from shardwright.doctor.rates.device_rates import time_copies
     from shardwright.offload import OffloadedOptimizer, TransferCounts

@@ -11,24 +11,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardwright.architecture import read_config
+from benchmarks.gpu_model import build_model, make_batch
 from shardwright.config.training import OptimizerSection, PrecisionSection
-from shardwright.data.loader import MicroBatch
-from shardwright.layout import Layout
-from shardwright.model.decoder import Decoder
-from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.loss import chunked_cross_entropy
-from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
-from shardwright.parallel import apply_layout
-from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 _WARMUP_STEPS = 3
@@ -71,39 +62,14 @@ def build_step(
     device: torch.device, precision: str, config: dict[str, Any], sequence_length: int, rows: int
 ) -> Any:
     """Build shardwright's model and optimizer; return a function that runs one optimizer step."""
-    shape = read_config(config)
     section = PrecisionSection(kind=precision)  # type: ignore[arg-type]
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    with torch.device("meta"):
-        decoder = Decoder(
-            shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
-            compute_dtype=resolve_dtypes(section).compute,
-        )
-    model = apply_layout(
-        decoder,
-        build_plan(shape, Layout(), BatchPlan(sequence_length, rows, 1, 1), section),
-        None,
-        device,
-        read_slice=lambda name, narrow: initialise_parameter(
-            specs[name], 0, dtype=torch.float32, narrow=narrow
-        ),
-    )
+    model = build_model(config, section, device, (rows, sequence_length), 0)
     optimizer = build_optimizer(
         model.named_parameters(), OptimizerSection(), learning_rate=1e-4, weight_decay=0.1
     )
     generator = torch.Generator().manual_seed(0)
-    ids_BT = torch.randint(0, shape.vocab_size, (rows, sequence_length), generator=generator)
-    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
-    positions_BT = torch.arange(sequence_length).expand(rows, -1)
-    batch = MicroBatch(
-        ids_BT,
-        labels_BT,
-        positions_BT,
-        None,
-        torch.arange(rows),
-        int((labels_BT != -100).sum()),
-    )
+    shape = (rows, sequence_length)
+    batch = make_batch(torch.randint(0, config["vocab_size"], shape, generator=generator))
 
     def run_step() -> None:
         accumulate_gradients(model, [batch], seed=0, step=0)

@@ -6,30 +6,21 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_model import build_model, make_batch
 from benchmarks.gpu_profile import summarise_kernels, wait
 from benchmarks.shapes import SHAPES, TINY
-from shardwright.architecture import read_config
 from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
 from shardwright.config.training import OptimizerSection, PrecisionSection
-from shardwright.data.loader import MicroBatch
-from shardwright.layout import Layout
-from shardwright.model.decoder import Decoder
-from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics.function_compiler import build_function_compiler
-from shardwright.numerics.loss import chunked_cross_entropy
-from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
-from shardwright.parallel import ParallelModel, apply_layout
-from shardwright.plans import BatchPlan, build_plan
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 _NUM_KERNELS = 30
@@ -95,63 +86,12 @@ SIZES = {
 }
 
 
-def build_model(
-    config: dict[str, Any],
-    recipe: LowPrecisionRecipe | None,
-    device: torch.device,
-    batch_shape: tuple[int, int],
-    seed: int,
-    *,
-    is_compiled: bool = False,
-    draws_on_device: bool = False,
-) -> ParallelModel:
-    """Build the model in bf16, with quantised products of a recipe if one is given.
-
-    Args:
-        draws_on_device: draw weights quickly, by another generator than runs.
-    """
-    shape = read_config(config)
-    section = PrecisionSection(kind="bf16")
-    if recipe is not None:
-        section = PrecisionSection.of_low_precision(
-            NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
-        )
-    specs = {spec.name: spec for spec in shape.list_parameters()}
-    with torch.device("meta"):
-        decoder = Decoder(
-            shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
-            compute_dtype=resolve_dtypes(section).compute,
-        )
-    rows, tokens = batch_shape
-
-    def draw(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
-        if not draws_on_device:
-            return initialise_parameter(specs[name], seed, dtype=torch.float32, narrow=narrow)
-        values = torch.empty([length for _, length in narrow], device=device)
-        return values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
-
-    return apply_layout(
-        decoder,
-        build_plan(shape, Layout(), BatchPlan(tokens, rows, 1, 1), section),
-        None,
-        device,
-        read_slice=draw,
-        compile_blocks=is_compiled,
-    )
-
-
-def make_batch(ids_BT: Tensor) -> MicroBatch:
-    """Build a micro-batch of whole rows."""
-    rows, tokens = ids_BT.shape
-    labels_BT = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=-100)
-    return MicroBatch(
-        ids_BT,
-        labels_BT,
-        torch.arange(tokens).expand(rows, -1),
-        None,
-        torch.arange(rows),
-        int((labels_BT != -100).sum()),
+def choose_precision(recipe: LowPrecisionRecipe | None) -> PrecisionSection:
+    """Return bf16, with quantised products of a recipe if one is given."""
+    if recipe is None:
+        return PrecisionSection(kind="bf16")
+    return PrecisionSection.of_low_precision(
+        NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
     )
 
 
@@ -225,7 +165,13 @@ def _build_step(
     config = config | {"num_hidden_layers": num_layers}
     tokens = sizes.step_tokens
     model = build_model(
-        config, recipe, device, (1, tokens), 0, is_compiled=is_compiled, draws_on_device=True
+        config,
+        choose_precision(recipe),
+        device,
+        (1, tokens),
+        0,
+        is_compiled=is_compiled,
+        draws_on_device=True,
     )
     optimizer = build_optimizer(
         model.named_parameters(),
