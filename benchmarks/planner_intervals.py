@@ -1,16 +1,15 @@
 """Measure how far predictions are from runs that nothing was fitted to, and check the intervals
 made from that.
 
-    python -m benchmarks.planner_intervals --published FOLDER fit        write
-                                                        planner/error_spreads.yaml
-    python -m benchmarks.planner_intervals --published FOLDER coverage   share of the rows of each
-                                                        source inside intervals made without it
+    python -m benchmarks.planner_intervals fit        write planner/error_spreads.yaml
+    python -m benchmarks.planner_intervals coverage   share of the rows of each source inside
+                                                      intervals made without it
 
-FOLDER (default: $SHARDWRIGHT_PUBLISHED) contains measurements.csv and failures.csv. Every error is
-that of a row whose source, accelerator generation or half of the rows was left out of the fit.
-`coverage` leaves out a source twice: its rows are predicted by a fit without them, and the spreads
-that make their intervals come from errors in fits that never had them either. The errors of a
-source T that calibrate the intervals of a source S are those of a fit without S and T.
+--published (default: $SHARDWRIGHT_PUBLISHED) is the folder of measurements.csv and failures.csv.
+Every error is that of a row whose source, accelerator generation or half of the rows was left out
+of the fit. `coverage` leaves out a source twice: its rows are predicted by a fit without them, and
+the spreads that make their intervals come from errors in fits that never had them either. The
+errors of a source T that calibrate the intervals of a source S are from a fit without S and T.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import log
+from math import inf, log
 from pathlib import Path
 from statistics import mean, median
 
@@ -33,6 +32,7 @@ from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
+    MAX_ROWS_PER_SOURCE,
     LeftOut,
     PartKind,
     Row,
@@ -357,15 +357,19 @@ def show_coverage(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:
 
 
 def show_totals(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:
-    """Print the share of rows inside, with every source counted once and with every row."""
+    """Print the share of rows inside: of a source on average, of at most `MAX_ROWS_PER_SOURCE` rows
+    of each source, and of all rows."""
     for quantity in QUANTITIES:
-        covered = [
-            by_quantity[quantity] for by_quantity in found.values() if quantity in by_quantity
-        ]
-        num_rows = sum(coverage.num_rows for coverage in covered)
-        by_row = sum(coverage.share * coverage.num_rows for coverage in covered) / num_rows
-        by_source = mean(coverage.share for coverage in covered)
-        print(f"{quantity}: {by_source:.0%} of a source on average, {by_row:.0%} of all rows")
+        covered = [each[quantity] for each in found.values() if quantity in each]
+        by_source, by_limited_rows, by_row = (
+            sum(coverage.share * min(coverage.num_rows, limit) for coverage in covered)
+            / sum(min(coverage.num_rows, limit) for coverage in covered)
+            for limit in (1, MAX_ROWS_PER_SOURCE, inf)
+        )
+        print(
+            f"{quantity}: {by_source:.0%} of a source on average, {by_limited_rows:.0%} of at most "
+            f"{MAX_ROWS_PER_SOURCE} rows of each, {by_row:.0%} of all rows"
+        )
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def _explain_choice(result: SearchResult) -> str | None:
     name = fastest.candidate.describe()
     return (
         f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
-        "and has less partitioning; predictions are not that precise."
+        "and is simpler; predictions are not that precise."
     )
 
 

@@ -32,11 +32,7 @@ from shardwright.planner.context_loads import (
 )
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.result import (
-    SearchResult,
-    measure_complexity,
-    select_indistinguishable,
-)
+from shardwright.planner.search.result import SearchResult, select_simplest
 from shardwright.plans import compute_row_multiple
 from shardwright.units import format_seconds
 
@@ -284,12 +280,7 @@ def order_by_rows(
         key=lambda each: each.time.step,
     )
     roomy = [each for each in predictions if not each.is_tight]
-    chosen = min(
-        select_indistinguishable(roomy or predictions),
-        key=lambda each: (measure_complexity(each.candidate), each.time.step),
-        default=None,
-    )
-    return predictions, chosen
+    return predictions, select_simplest(roomy or predictions)
 
 
 def _resize(candidate: Candidate, rows: MicroBatchRows) -> Candidate:

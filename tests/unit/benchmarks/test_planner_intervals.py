@@ -9,11 +9,13 @@ from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_intervals import (
     SOURCE_LEVEL,
+    Coverage,
     UnseenError,
     combine_sources,
     compute_unseen_errors,
     measure_coverage,
     measure_spreads,
+    show_totals,
 )
 from benchmarks.planner_parameters import Parameter
 from benchmarks.planner_rows import Row, list_parts
@@ -131,6 +133,21 @@ def test_coverage_is_the_share_of_rows_inside_their_intervals() -> None:
     coverage = measure_coverage(errors, spreads)["time"]
     assert (coverage.num_rows, coverage.share) == (5, pytest.approx(0.6))
     assert "memory" not in measure_coverage(errors, spreads)
+
+
+def test_totals_count_sources_rows_and_a_limited_number_of_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_totals(
+        {
+            "large": {"time": Coverage(600, 0.4, 0, 0), "memory": Coverage(1, 1.0, 0, 0)},
+            "small": {"time": Coverage(100, 0.8, 0, 0)},
+        }
+    )
+    shown = capsys.readouterr().out.splitlines()[0]
+    assert shown == (
+        "time: 60% of a source on average, 50% of at most 300 rows of each, 46% of all rows"
+    )
 
 
 def test_an_error_is_the_logarithm_of_measured_over_predicted_seconds() -> None:

@@ -143,20 +143,21 @@ def test_the_search_finds_the_best_layouts(
     result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=10**9)
     limited_result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=0)
     assert truth, "no layout fits in this case"
-    for found, best in zip(result.predictions[: min(8, result.num_proven)], truth, strict=False):
-        assert found.time.step == pytest.approx(best.time.step, rel=1e-12)
+    for proven, best in zip(result.predictions[: min(8, result.num_proven)], truth, strict=False):
+        assert proven.time.step == pytest.approx(best.time.step, rel=1e-12)
     assert result.num_proven >= min(8, len(truth))
     limit = truth[0].time.step * (1 + EQUAL_STEP_SHARE)
-    fewest = min(
-        measure_complexity(prediction.candidate)
+    simplest = min(
+        (*measure_complexity(prediction.candidate), prediction.time.step)
         for prediction in truth
         if prediction.time.step <= limit
     )
-    assert result.best is not None
-    assert measure_complexity(result.best.candidate)[0] == fewest[0]
     assert limited_result.predictions[0].time.step == result.predictions[0].time.step
+    assert result.best is not None
+    found = (*measure_complexity(result.best.candidate), result.best.time.step)
+    assert found == pytest.approx(simplest)
     assert limited_result.best is not None
-    assert measure_complexity(limited_result.best.candidate)[0] == fewest[0]
+    assert measure_complexity(limited_result.best.candidate)[0] == simplest[0]
     if not result.best.is_tight:
         assert result.chosen is result.best
         return
@@ -169,13 +170,27 @@ def test_the_search_finds_the_best_layouts(
     assert result.chosen.is_tight == (not not_tight)
     if not_tight:
         limit = min(prediction.time.step for prediction in not_tight) * (1 + EQUAL_STEP_SHARE)
-        fewest = min(
-            measure_complexity(prediction.candidate)
+        simplest = min(
+            (*measure_complexity(prediction.candidate), prediction.time.step)
             for prediction in not_tight
             if prediction.time.step <= limit
         )
         assert result.chosen.time.step <= limit
-        assert measure_complexity(result.chosen.candidate)[0] == fewest[0]
+        assert measure_complexity(result.chosen.candidate)[0] == simplest[0]
+
+
+def test_degrees_and_recomputation_do_not_make_a_layout_less_simple() -> None:
+    simple, *others = (
+        measure_complexity(Candidate(layout, 128, recompute=recompute))
+        for layout, recompute in (
+            (Layout(tp=8), "full"),
+            (Layout(tp=2), "none"),
+            (Layout(tp=2, zero_stage=1), "none"),
+            (Layout(tp=2, pp=2), "none"),
+        )
+    )
+    assert others == [simple, (1, 1), (2, 0)]
+    assert simple < (1, 1) < (2, 0)
 
 
 def test_layouts_are_rejected_only_for_memory() -> None:

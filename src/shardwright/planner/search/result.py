@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import Prediction
@@ -12,7 +11,7 @@ from shardwright.planner.prediction import Prediction
 EQUAL_STEP_SHARE = 0.05
 """Layouts whose step times differ by less than this share are indistinguishable. Of two measured
 runs predicted 2 to 5% apart, the predicted order is right for two pairs in three
-(docs/planning-accuracy.md, "Order of layouts"); less partitioning is simpler."""
+(docs/planning-accuracy.md, "Order of layouts")."""
 
 
 @dataclass
@@ -37,13 +36,18 @@ class SearchResult:
 
     @property
     def best(self) -> Prediction | None:
-        """Layout with the least partitioning among those within `EQUAL_STEP_SHARE` of the fastest;
-        of equal ones the fastest."""
-        return min(
-            select_indistinguishable(self.predictions),
-            key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
-            default=None,
-        )
+        """Simplest layout among those within `EQUAL_STEP_SHARE` of the fastest."""
+        return select_simplest(self.predictions)
+
+
+def select_simplest(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the prediction with the least `measure_complexity` among those that are
+    indistinguishable from the fastest; of several the fastest. None without predictions."""
+    return min(
+        select_indistinguishable(predictions),
+        key=lambda prediction: (measure_complexity(prediction.candidate), prediction.time.step),
+        default=None,
+    )
 
 
 def select_indistinguishable(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -53,18 +57,16 @@ def select_indistinguishable(predictions: Sequence[Prediction]) -> list[Predicti
     return [prediction for prediction in predictions if prediction.time.step <= limit]
 
 
-def measure_complexity(candidate: Candidate) -> tuple[int, int, int, int]:
-    """Return a candidate's complexity: axes of model parallelism in use, the product of their
-    degrees, ZeRO stage, recomputation."""
+def measure_complexity(candidate: Candidate) -> tuple[int, int]:
+    """Return a candidate's complexity: axes of model parallelism in use (pp, tp, cp, ep), and ZeRO
+    stage.
+
+    Degrees do not count: of published runs whose predictions are equal, those with fewer axes are
+    faster, but those with smaller degrees are not (decision 205).
+    """
     layout = candidate.layout
     degrees = (layout.pp, layout.tp, layout.cp, layout.ep)
-    num_axes = sum(degree > 1 for degree in degrees)
-    return (
-        num_axes,
-        prod(degrees),
-        layout.zero_stage,
-        ("none", "selective", "full").index(candidate.recompute),
-    )
+    return sum(degree > 1 for degree in degrees), layout.zero_stage
 
 
 def build_layout_key(candidate: Candidate) -> tuple[int, ...]:
