@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from shardwright.architecture import read_config
+from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
@@ -24,6 +25,7 @@ from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
     build_layout_key,
     measure_complexity,
+    select_simplest,
 )
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY
@@ -179,18 +181,24 @@ def test_the_search_finds_the_best_layouts(
         assert measure_complexity(result.chosen.candidate)[0] == simplest[0]
 
 
-def test_degrees_and_recomputation_do_not_make_a_layout_less_simple() -> None:
-    simple, *others = (
-        measure_complexity(Candidate(layout, 128, recompute=recompute))
-        for layout, recompute in (
-            (Layout(tp=8), "full"),
-            (Layout(tp=2), "none"),
-            (Layout(tp=2, zero_stage=1), "none"),
-            (Layout(tp=2, pp=2), "none"),
-        )
-    )
-    assert others == [simple, (1, 1), (2, 0)]
-    assert simple < (1, 1) < (2, 0)
+def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:
+    cluster = models.make_cluster(4)
+    predictor = Predictor(ModelFacts(models.read_shape("llama")), cluster, SMALL)
+    prediction = predictor.predict(Candidate(Layout(), 128))
+
+    def predict(layout: Layout, seconds: float, recompute: RecomputeMode = "none") -> Prediction:
+        candidate = Candidate(layout, 128, recompute=recompute)
+        return replace(prediction, candidate=candidate, time=TimeParts(compute=seconds))
+
+    slow = predict(Layout(), 1 + 1.01 * EQUAL_STEP_SHARE)
+    fastest = predict(Layout(tp=2, pp=2), 1.0)
+    sharded = predict(Layout(tp=2, dp_shard=2, zero_stage=3), 1.01)
+    large = predict(Layout(tp=4), 1.02, "full")
+    small = predict(Layout(tp=2, dp_replicate=2), 1.03)
+    assert select_simplest([fastest, sharded, large, small, slow]) is large
+    assert select_simplest([fastest, sharded, slow]) is sharded
+    assert select_simplest([slow, fastest]) is fastest
+    assert select_simplest([]) is None
 
 
 def test_layouts_are_rejected_only_for_memory() -> None:
