@@ -4,18 +4,22 @@ bit for bit.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.families import MODEL_FAMILIES
+from shardwright.architecture.parameter_spec import FolderPrecision
 from shardwright.errors import ArchitectureError
+from shardwright.inference import model_source
 from shardwright.model.decoder import Decoder
+from shardwright.model.hf.exported_tensors import FOLDER_DTYPES
 from shardwright.model.hf.hf_folder import HF_CLASS_NAMES, write_hf_folder
 from shardwright.model.hf.hf_weights import WeightsFolder
 
@@ -80,15 +84,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
 CASES = [(family, tied) for family in sorted(MODEL_FAMILIES) for tied in (False, True)]
 
 
+def build_hf_config(family: str, tied: bool) -> PreTrainedConfig:
+    fields = SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
+    return AutoConfig.for_model(family, **fields, tie_word_embeddings=tied)
+
+
 def make_hf_model(family: str, tied: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Build transformers' model with every parameter changed, norms and biases too, so that a swap
     of two is detected.
     """
-    fields = (
-        SPECIAL[family] if family in ("gpt2", "gpt_neox") else COMMON | SPECIAL.get(family, {})
-    ) | {"tie_word_embeddings": tied}
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **fields), dtype=dtype, attn_implementation="eager"
+        build_hf_config(family, tied), dtype=dtype, attn_implementation="eager"
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -141,7 +147,7 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> Non
     write_hf_folder(
         tmp_path / "ours",
         shape,
-        lambda name: weights.read(name, dtype=dtype),
+        weights.read,
         dtype=dtype,
         max_shard_bytes=20_000 if tied else 10**9,
     )
@@ -152,11 +158,33 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, tied: bool) -> Non
     assert expected.keys() == got.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+    source = model_source.open_model_source(tmp_path / "ours")
+    loaded = model_source.load_decoder(source, device=torch.device("cpu"), dtype=dtype)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.float(), weights.read(name).float()), name
     with torch.no_grad():
         assert torch.equal(reloaded(make_ids()).logits, hf_model(make_ids()).logits)
     assert {
         key: value for key, value in reloaded.config.to_dict().items() if key != "_name_or_path"
     } == {key: value for key, value in hf_model.config.to_dict().items() if key != "_name_or_path"}
+
+
+@pytest.mark.parametrize("family", sorted(MODEL_FAMILIES))
+@pytest.mark.parametrize(("precision", "dtype"), FOLDER_DTYPES.items())
+def test_folders_store_in_fp32_all_that_transformers_reads_in_fp32(
+    family: str, precision: FolderPrecision, dtype: torch.dtype
+) -> None:
+    """Older versions keep fewer parameters in fp32 than ours, never more."""
+    with torch.device("meta"):
+        hf_model = AutoModelForCausalLM.from_config(build_hf_config(family, False))
+    plan = hf_model._get_dtype_plan(dtype)
+    fp32_names = {
+        name for name in hf_model.state_dict() if any(re.search(pattern, name) for pattern in plan)
+    }
+    shape = read_config(hf_model.config.to_dict())
+    assert fp32_names <= {
+        spec.name for spec in shape.list_parameters() if precision in spec.fp32_folders
+    }
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)

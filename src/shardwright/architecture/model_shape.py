@@ -188,11 +188,18 @@ class ModelShape:
 
         A tied parameter is listed once, under the name of the parameter it is tied to.
         """
-        specs = _build_parameters(self)
+        specs = map(self._find_fp32_folders, _build_parameters(self))
         if self.adapters is None:
             return tuple(specs)
         adapted = add_adapter_parameters(specs, self.adapters, self.is_in_out)
         return tuple(adapted if self.adapters.quantize is None else pack_parameters(adapted))
+
+    def _find_fp32_folders(self, spec: ParameterSpec) -> ParameterSpec:
+        if spec.role in self.names.fp32_roles:
+            return replace(spec, fp32_folders=("bf16", "fp16"))
+        if spec.role in self.names.fp32_roles_in_fp16:
+            return replace(spec, fp32_folders=("fp16",))
+        return spec
 
     def is_in_out(self, spec: ParameterSpec) -> bool:
         """Return True if a matrix, or the matrix of each expert, is stored `[in, out]`."""

@@ -14,6 +14,8 @@ class ModuleNames:
     them, in the order of execution: norm before attention, attention, norm after it, norm before
     the feed-forward, feed-forward, norm after it. `expert_files` are the names of one expert's
     gate, up and down projections in weight files; empty if files contain the stacked tensors.
+    `fp32_roles` are the roles of parameters that bf16 and fp16 folders store in fp32;
+    `fp32_roles_in_fp16` those that fp16 folders do.
     """
 
     root: str = "model"
@@ -53,6 +55,8 @@ class ModuleNames:
     post_attention_norm: str | None = None
     pre_mlp_norm: str | None = "post_attention_layernorm"
     post_mlp_norm: str | None = None
+    fp32_roles: tuple[str, ...] = ()
+    fp32_roles_in_fp16: tuple[str, ...] = ()
 
     def to_hf_name(self, path: str) -> str:
         """Translate a parameter's path in our decoder to its Hugging Face name.
@@ -116,4 +120,5 @@ GPT_NEOX = ModuleNames(
     down="dense_4h_to_h",
 )
 MIXTRAL = ModuleNames(mlp="block_sparse_moe", expert_files=("w1", "w3", "w2"))
-GPT_OSS = ModuleNames(router="router", expert_files=(), sinks="sinks")
+GPT_OSS = ModuleNames(router="router", expert_files=(), sinks="sinks", fp32_roles_in_fp16=("norm",))
+DEEPSEEK_V3 = ModuleNames(fp32_roles=("router", "balance_bias"))

@@ -58,6 +58,9 @@ ParameterInit = (
     | HFClassInit
 )
 
+FolderPrecision = Literal["bf16", "fp16"]
+"""Precision of a folder's weights, where less than fp32."""
+
 AdapterPart = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
 
 ParameterRole = Literal[
@@ -108,8 +111,8 @@ class ParameterSpec:
     `file_patterns` then has their names, one pattern per section (the gate's rows, then the up
     projection's), with `{expert}` for the expert's number.
 
-    `is_trained` is False if the values get no gradient and the train step sets them by a rule;
-    files store those in fp32.
+    `is_trained` is False if the values get no gradient and the train step sets them by a rule.
+    `fp32_folders` are the precisions of folders that store the parameter in fp32 nevertheless.
 
     For a part of an adapter, `adapter_part` is its kind and `adapted_matrix` the adapted matrix;
     both have the same role. For a quantised matrix, `packed_matrix` is the spec of the original
@@ -123,6 +126,7 @@ class ParameterSpec:
     init: ParameterInit
     file_patterns: tuple[str, ...] = ()
     is_trained: bool = True
+    fp32_folders: tuple[FolderPrecision, ...] = ()
     adapter_part: AdapterPart | None = None
     adapted_matrix: ParameterSpec | None = None
     packed_matrix: ParameterSpec | None = None

@@ -220,6 +220,7 @@ def _read_deepseek_v3(fields: ConfigFields) -> ModelShape:
     first = fields.read_integer("first_k_dense_replace", 3, minimum=0)
     shape = replace(
         shape,
+        names=module_names.DEEPSEEK_V3,
         latent=latent,
         num_kv_heads=shape.num_heads,
         qkv_bias=bias,

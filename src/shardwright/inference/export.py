@@ -16,7 +16,11 @@ from torch import Tensor
 from shardwright.architecture import HFShape
 from shardwright.errors import CheckFailed, InputError
 from shardwright.inference.model_source import ModelSource, load_decoder
-from shardwright.model.hf.exported_tensors import convert_parameter, list_exported_tensors
+from shardwright.model.hf.exported_tensors import (
+    choose_stored_dtype,
+    convert_parameter,
+    list_exported_tensors,
+)
 from shardwright.model.hf.fp8_weights import WEIGHT_FORMATS, FP8Weights, select_fp8_weights
 from shardwright.model.hf.hf_folder import MAX_SHARD_BYTES, ExportedFolder, write_hf_folder
 from shardwright.model.hf.hf_module import load_hf_folder
@@ -133,9 +137,7 @@ def check_tensors(
         return
     weights.check(source.shape)
     for spec in source.shape.list_parameters():
-        expected = source.read(spec.name).to(
-            device="cpu", dtype=dtype if spec.is_trained else torch.float32
-        )
+        expected = source.read(spec.name).to(device="cpu", dtype=choose_stored_dtype(spec, dtype))
         if not torch.equal(weights.read(spec.name), expected):
             raise CheckFailed(f"{spec.name} differs when read back from the written folder")
 
@@ -177,7 +179,7 @@ def compute_expected_logits(
     specs = {spec.name: spec for spec in source.shape.list_parameters()}
     with torch.inference_mode():
         for name, parameter in decoder.named_parameters():
-            parameter.copy_(parameter.to(dtype))
+            parameter.copy_(parameter.to(choose_stored_dtype(specs[name], dtype)))
             for piece in () if quantisation is None else specs[name].file_slices:
                 if quantisation is not None and piece.name in quantisation.names:
                     part = parameter[tuple(slice(start, stop) for start, stop in piece.box)]

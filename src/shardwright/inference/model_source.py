@@ -30,6 +30,7 @@ from shardwright.data.tokens.tokenizer_loading import has_tokenizer, load_tokeni
 from shardwright.errors import CheckpointError, InputError, TokenizerError
 from shardwright.files import read_text
 from shardwright.model.decoder import Decoder
+from shardwright.model.hf.exported_tensors import choose_stored_dtype
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_weights import WeightsFolder
@@ -305,9 +306,13 @@ def find_checkpoint(root: StoragePath, name: str) -> VerifiedCheckpoint:
 
 
 def load_decoder(source: ModelSource, *, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Load the model into memory, in one dtype and in evaluation mode."""
+    """Load the model into memory, in evaluation mode, with the dtypes of a folder of `dtype`."""
     with torch.device("meta"):
         decoder = build_decoder(source.shape).to(dtype)
+    specs = {spec.name: spec for spec in source.shape.list_parameters()}
+    for name, parameter in decoder.named_parameters():
+        if (stored_dtype := choose_stored_dtype(specs[name], dtype)) != dtype:
+            parameter.data = parameter.data.to(stored_dtype)
     decoder = decoder.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

@@ -1,8 +1,9 @@
-"""Selective recomputation whose saved results are stored through a function.
+"""Selective recomputation outside compiled code, with saved results stored through a function.
 
-torch's `create_selective_checkpoint_contexts` keeps the results of saved operations as they are,
-where autograd's hooks for saved tensors do not see them. Offloading must see them. And it numbers
-the operations, whereas here a recomputation may omit some that are not saved.
+torch's `create_selective_checkpoint_contexts` hides the results of saved operations from autograd's
+hooks for saved tensors, and torch 2.14 warns that a later release will show them. Here the function
+decides: offloading sees them, other hooks do not. And torch's contexts number the operations,
+whereas here a recomputation may omit some that are not saved.
 """
 
 from __future__ import annotations

@@ -207,12 +207,11 @@ def _build_selective_runner(
     """
 
     should_save = _build_rule(is_saved, communication)
-    create_contexts = partial(create_selective_checkpoint_contexts, _build_policy(should_save))
+    create_compiled_contexts = partial(
+        create_selective_checkpoint_contexts, _build_policy(should_save)
+    )
 
     def create_eager_contexts() -> _Contexts:
-        if communication is None and pack is None:
-            return create_contexts()
-        # torch's contexts number the operations, and a recomputation must run all of them.
         contexts = create_packing_contexts(should_save, pack or DetachedResult)
         if communication is None:
             return contexts
@@ -224,7 +223,7 @@ def _build_selective_runner(
         # blocks with different policies would share the first one's graph.
         assert policy_name
         if torch.compiler.is_compiling():
-            return _checkpoint(function, *args, context_fn=create_contexts)
+            return _checkpoint(function, *args, context_fn=create_compiled_contexts)
         return _checkpoint_or_raise(function, *args, context_fn=create_eager_contexts)
 
     return run

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTPreTrainedModel
 
 from shardwright.architecture import HFClassInit, HFShape, NormalInit, OnesInit, ZerosInit
 from shardwright.architecture.adapter_targets import add_adapters
@@ -245,6 +245,30 @@ def test_code_in_the_folder_defines_the_class_if_trusted(
     model, loading = load_hf_folder(tmp_path / "out", trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM"
     assert not any(loading.values())
+
+
+def test_the_class_decides_which_parameters_16_bit_folders_store_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not any(spec.fp32_folders for spec in read_shape("opt").list_parameters())
+    monkeypatch.setattr(OPTPreTrainedModel, "_keep_in_fp32_modules", ["*.fc1"])
+    monkeypatch.setattr(OPTPreTrainedModel, "_keep_in_fp32_modules_strict", ["final_layer_norm"])
+    folders = {
+        spec.name.removeprefix("model.decoder."): spec.fp32_folders
+        for spec in read_shape("opt").list_parameters()
+        if spec.fp32_folders
+    }
+    strict = ("bf16", "fp16")
+    assert {
+        name: folder for name, folder in folders.items() if not name.startswith("layers.1")
+    } == {
+        "layers.0.fc1.weight": ("fp16",),
+        "layers.0.fc1.bias": ("fp16",),
+        "layers.0.final_layer_norm.weight": strict,
+        "layers.0.final_layer_norm.bias": strict,
+        "final_layer_norm.weight": strict,
+        "final_layer_norm.bias": strict,
+    }
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp", "ep"])

@@ -82,6 +82,7 @@ def test_grouped_products_equal_separate_products(
     torch.testing.assert_close(out.detach(), torch.cat(rows))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_grouped_products_are_a_registered_operation_with_a_fake_kernel(
     dtype: torch.dtype,
@@ -306,14 +307,30 @@ def test_stacks_are_written_and_read_expert_by_expert(case: str, tmp_path: Path)
             assert weights.read(name, narrow=[(0, 0), None, None]).shape == (0, *tensor.shape[1:])
 
 
-def test_buffers_without_gradient_are_stored_in_fp32(tmp_path: Path) -> None:
-    shape = read_config(CASES["deepseek_v3"])
+@pytest.mark.parametrize(
+    ("case", "dtype", "expected"),
+    [
+        ("deepseek_v3", torch.bfloat16, {"gate.weight", "gate.e_score_correction_bias"}),
+        ("deepseek_v3", torch.float64, set()),
+        ("gpt_oss", torch.bfloat16, set()),
+        (
+            "gpt_oss",
+            torch.float16,
+            {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"},
+        ),
+    ],
+)
+def test_tensors_that_transformers_reads_in_fp32_are_not_rounded(
+    case: str, dtype: torch.dtype, expected: set[str], tmp_path: Path
+) -> None:
+    shape = read_config(CASES[case])
     tensors = {spec.name: torch.zeros(spec.shape) + math.pi for spec in shape.list_parameters()}
-    write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.bfloat16)
+    write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=dtype)
     saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert {
-        name.rpartition(".")[2] for name, tensor in saved.items() if tensor.dtype == torch.float32
-    } == {"e_score_correction_bias"}
+    in_fp32 = {name for name, tensor in saved.items() if tensor.dtype == torch.float32}
+    assert {".".join(name.split(".")[-2:]) for name in in_fp32} == expected
+    for name in in_fp32:
+        assert torch.equal(saved[name], tensors[name])
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from functorch.compile import (  # type: ignore[import-untyped]
 )
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.compile_utils import fx_graph_cse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.model.products.kernel_support import explain_missing_cpu_kernel
@@ -71,13 +73,6 @@ def test_operands_have_the_layout_of_the_cuda_kernels(
     expected = getattr(ScaledProducts(PRODUCT_SCALINGS[name]), product)(*pair)
     out = getattr(ScaledProducts(PRODUCT_SCALINGS[name], is_emulated=False), product)(*pair)
     assert (out.shape, out.dtype) == (expected.shape, torch.bfloat16)
-
-
-def test_the_cuda_checks_refuse_odd_widths() -> None:
-    x = torch.empty(48, 40, device="meta")
-    w = torch.empty(32, 40, device="meta")
-    with pytest.raises(RuntimeError, match="divisible by 16"):
-        ScaledProducts(PRODUCT_SCALINGS["rowwise"], is_emulated=False).compute_output(x, w)
 
 
 def build_layer(name: str) -> Linear:
@@ -144,6 +139,10 @@ def test_compiled_layers_call_the_kernels_with_the_same_operands(name: str) -> N
 
 
 @NEEDS_CPU_KERNEL
+@pytest.mark.skipif(
+    "extra_node_key" in inspect.signature(fx_graph_cse).parameters,
+    reason="torch 2.14 does not merge values of the forward pass with those of the backward pass",
+)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_maximum_of_a_weight_follows_from_those_of_its_rows() -> None:
     """Compiled code reads a weight once for the scales of the output and the input gradient."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import ParameterSpec, WeightFileSlice
+from shardwright.architecture.parameter_spec import FolderPrecision
 from shardwright.model.hf.fp8_weights import FP8Weights
 
 
@@ -36,16 +37,31 @@ class ExportedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+FOLDER_DTYPES: dict[FolderPrecision, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Dtypes of folders that are narrower than fp32."""
+
+
+def choose_stored_dtype(spec: ParameterSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter in a folder of `dtype`.
+
+    It is fp32 where transformers' class of the family keeps the parameter in fp32, and so reads
+    it without rounding (`_keep_in_fp32_modules` for fp16, `_keep_in_fp32_modules_strict` for
+    both).
+    """
+    is_fp32 = any(FOLDER_DTYPES[precision] == dtype for precision in spec.fp32_folders)
+    return torch.float32 if is_fp32 else dtype
+
+
 def list_exported_tensors(
     specs: Sequence[ParameterSpec], dtype: torch.dtype, quantisation: FP8Weights | None = None
 ) -> list[ExportedTensor]:
-    """List the tensors of a folder in order, stacked experts one by one, codes before scales.
-
-    Parameters without gradient are stored in fp32, as in transformers.
-    """
+    """List the tensors of a folder in order, stacked experts one by one, codes before scales."""
     tensors = []
     for spec in specs:
-        values_dtype = dtype if spec.is_trained else torch.float32
+        values_dtype = choose_stored_dtype(spec, dtype)
         for piece in spec.file_slices:
             tensor = ExportedTensor(
                 spec, piece, piece.name, piece.shape, values_dtype, values_dtype

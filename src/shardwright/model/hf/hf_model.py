@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from shardwright.architecture import (
 )
 from shardwright.architecture.module_names import ModuleNames
 from shardwright.architecture.parameter_spec import (
+    FolderPrecision,
     HFClassInit,
     OnesInit,
     ParameterInit,
@@ -33,6 +35,7 @@ from shardwright.architecture.parameter_spec import (
 )
 from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
+from shardwright.model.hf.exported_tensors import FOLDER_DTYPES
 from shardwright.model.hf.hf_module import (
     disable_dropout,
     instantiate,
@@ -274,9 +277,24 @@ def _build_specs(
             if layer is not None and prefix in called:
                 role = "projection"
             init = vectors.get(leaf) or _choose_matrix_init(part, std)
-            specs.append(ParameterSpec(name, tuple(parameter.shape), role, layer, init))
+            folders = _find_fp32_folders(module, name)
+            specs.append(
+                ParameterSpec(name, tuple(parameter.shape), role, layer, init, fp32_folders=folders)
+            )
     order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
     return tuple(sorted(specs, key=lambda spec: order[spec.name]))
+
+
+def _find_fp32_folders(module: nn.Module, name: str) -> tuple[FolderPrecision, ...]:
+    """Find the precisions of folders from which the class reads a parameter as fp32."""
+    return tuple(
+        precision
+        for precision, dtype in FOLDER_DTYPES.items()
+        if any(
+            re.search(pattern.replace("*", ".*"), name)
+            for pattern in module._get_dtype_plan(dtype)  # type: ignore[operator]
+        )
+    )
 
 
 def _choose_matrix_init(part: nn.Module, std: float) -> ParameterInit:
