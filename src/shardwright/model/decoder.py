@@ -415,15 +415,13 @@ class Decoder(nn.Module):
             options["working_VD"] = head.working_weight
         else:
             weight_VD = read_weight(weight_VD, head.working_weight, hidden_BTD.dtype)
-        scale, cap = shape.logit_scale, shape.final_soft_cap
+        form: dict[str, Any] = {"logit_scale": shape.logit_scale, "soft_cap": shape.final_soft_cap}
         if labels_BT is None:
-            logits_BTV = compute_logits(
-                hidden_BTD, weight_VD, None, logit_scale=scale, soft_cap=cap
-            )
+            logits_BTV = compute_logits(hidden_BTD, weight_VD, None, **form)
             return logits_BTV if vocabulary is None else vocabulary.gather_logits(logits_BTV)
         options = {name: value for name, value in options.items() if value is not None}
         inputs = (hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten())
-        return loss(*inputs, logit_scale=scale, soft_cap=cap, **options)
+        return loss(*inputs, **form, **options)
 
     def embed(
         self,
