@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout
 from shardwright.plans import BatchPlan, build_plan
@@ -42,7 +41,7 @@ def build_model(
     with torch.device("meta"):
         decoder = Decoder(
             shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
+            loss_function=ChunkedLoss(8192),  # as a run with free memory
             compute_dtype=resolve_dtypes(section).compute,
         )
     rows, tokens = batch_shape

@@ -44,6 +44,7 @@ from shardwright.training import setup
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.memory_settings import agree_on_memory_settings
 from shardwright.training.rank_context import RankContext
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.setup import build_state, measure_ceiling
@@ -120,8 +121,10 @@ def run(case: Case, pace: Pace) -> None:
     recipe = build_recipe(case)
     device = choose_rank_device(recipe.run.device, ranks, field="run.device")
     join_ranks(ranks, device, recipe.run.timeout_seconds)
-    validated_run = build_validated_run(recipe, ranks.world_size)
     rank_sync = RankSync(ranks, device)
+    validated_run = agree_on_memory_settings(
+        build_validated_run(recipe, ranks.world_size), rank_sync, device
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         _open_event_logger(Path(folder), ranks, pace) as event_logger,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from shardwright.layout import Layout
 from shardwright.layout.saved_results import LayerResults, RecomputeChoice
 from shardwright.model.decoder import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import (
@@ -45,7 +45,7 @@ def build_decoder(shape: ModelShape, precision: PrecisionSection) -> Decoder:
     with torch.device("meta"):
         return Decoder(
             shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=128),
+            loss_function=ChunkedLoss(128),
             compute_dtype=resolve_dtypes(precision).compute,
         )
 

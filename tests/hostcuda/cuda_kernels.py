@@ -345,7 +345,8 @@ def _run_wide_addmm(
     wide = mat2.float()
     for rows in torch.arange(len(mat1)).split(_ROWS_AT_ONCE):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        out[part] = self[part] * beta + (mat1[part].float() @ wide) * alpha
+        product = (mat1[part].float() @ wide) * alpha
+        out[part] = product if beta == 0 else self[part] * beta + product
     return out
 
 

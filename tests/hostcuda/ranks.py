@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from shardwright.layout import Layout, RankGrid
 from shardwright.model.decoder import Decoder
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
@@ -115,9 +114,7 @@ def build_model(
     with torch.device("meta"):
         decoder = Decoder(
             shape,
-            loss_function=partial(
-                chunked_cross_entropy, chunk_tokens=recipe.model.loss_chunk_tokens
-            ),
+            loss_function=ChunkedLoss(recipe.model.loss_chunk_tokens),
             compute_dtype=precision.compute,
             expert_rules=resolve_expert_rules(recipe.moe, shape),
         )

@@ -6,7 +6,6 @@ The number of ranks does not divide their widths, so that some shards are uneven
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
+from shardwright.numerics import ChunkedLoss, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.plans import BatchPlan, build_plan
 
@@ -134,7 +133,7 @@ def build_model(
     """Build a model on this rank's CPU, with weights by name and seed."""
     dtypes = resolve_dtypes(precision)
     with torch.device("meta"):
-        loss = partial(chunked_cross_entropy, chunk_tokens=8)
+        loss = ChunkedLoss(8)
         decoder = Decoder(shape, loss_function=loss, compute_dtype=dtypes.compute)
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(

@@ -153,8 +153,9 @@ class PrecisionSection(RecipeSection):
     """Store trained matrices that no rank shards (zero_stage 0, or one rank) in the compute
     precision too, cast once per step, instead of casting the master weights at every use. The
     numbers do not change. `auto` does so where it takes no memory at the peak of a step: for
-    several micro-batches per step without recompute, and for adapters. `true` does so always;
-    under recompute it takes 2 more bytes per parameter."""
+    several micro-batches per step without recompute, and for adapters. On CUDA it also does where
+    fewer casts are made and the predicted memory of the run fits into the free memory of the
+    fullest device. `true` does so always; copies take 2 bytes per parameter."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
@@ -209,7 +210,8 @@ def should_cast_once(
     """Return True if replicated weights are cast once per step (`precision.working_weights`).
 
     `auto` does so where a step would cast them more than once and save the casts anyway, or
-    where only adapters are cast.
+    where only adapters are cast. A run on CUDA may copy in other cases too, if free memory holds
+    the copies (`training.memory_settings`).
     """
     if setting != "auto":
         return setting

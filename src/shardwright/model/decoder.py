@@ -401,28 +401,27 @@ class Decoder(nn.Module):
         """
         shape = self.shape
         head = self.embedding if shape.tied_embeddings else self.head
-        weight_VD = read_weight(head.weight, head.working_weight, hidden_BTD.dtype)
+        weight_VD: Tensor = head.weight
         tensor = self._get_tensor_parallel(cached=cached)
-        options: dict[str, Any] = {
-            "logit_scale": shape.logit_scale,
-            "soft_cap": shape.final_soft_cap,
-        }
         vocabulary = None if tensor is None else tensor.shard_vocabulary(shape.vocab_size)
         if tensor is not None:
             hidden_BTD = tensor.prepare_input(hidden_BTD)
-        if labels_BT is None:
-            logits_BTV = compute_logits(hidden_BTD, weight_VD, None, **options)
-            return logits_BTV if vocabulary is None else vocabulary.gather_logits(logits_BTV)
-        if vocabulary is not None:
-            options["vocabulary"] = vocabulary
+        options: dict[str, Any] = {"vocabulary": vocabulary, "num_supervised": num_supervised}
         if loss is None and self.training and self.label_smoothing > 0.0:
             options["label_smoothing"] = self.label_smoothing
-        if weights_BT is not None:
-            options["weights_N"] = weights_BT.flatten()
-        if num_supervised is not None:
-            options["num_supervised"] = num_supervised
+        options["weights_N"] = None if weights_BT is None else weights_BT.flatten()
         loss = loss or self.loss_function
-        return loss(hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten(), **options)
+        if labels_BT is not None and getattr(loss, "casts_weight", False):
+            options["working_VD"] = head.working_weight
+        else:
+            weight_VD = read_weight(weight_VD, head.working_weight, hidden_BTD.dtype)
+        form: dict[str, Any] = {"logit_scale": shape.logit_scale, "soft_cap": shape.final_soft_cap}
+        if labels_BT is None:
+            logits_BTV = compute_logits(hidden_BTD, weight_VD, None, **form)
+            return logits_BTV if vocabulary is None else vocabulary.gather_logits(logits_BTV)
+        options = {name: value for name, value in options.items() if value is not None}
+        inputs = (hidden_BTD.flatten(0, 1), weight_VD, None, labels_BT.flatten())
+        return loss(*inputs, **form, **options)
 
     def embed(
         self,

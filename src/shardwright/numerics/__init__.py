@@ -1,5 +1,6 @@
 """Numerical core: loss, precision, recomputation, gradient norm and clipping, matmul ceiling."""
 
+from shardwright.numerics.chunked_loss import ChunkedLoss, expect_loss_gradient
 from shardwright.numerics.gradient_clip import (
     GradientSquares,
     compute_clip_coefficient,

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 from shardwright.numerics.wide_sums import add_lower_precision, add_product, has_wide_sums
 
-FusedLosses = Callable[[Tensor, Tensor, float, float, float], Tensor]
-"""(logits `[C, V]`, labels `[C, 1]`, scale, soft cap or 0, label smoothing) -> losses `[C, 1]`, in
-one pass that replaces the logits by their gradient."""
+FusedLosses = Callable[[Tensor, Tensor, Tensor, float, float, float], Tensor]
+"""(logits `[C, V]`, labels `[C, 1]`, factors of the gradient `[C, 1]`, scale, soft cap or 0, label
+smoothing) -> losses `[C, 1]`, in one pass that replaces the logits by their gradient."""
 
 
 def chunked_cross_entropy(
@@ -37,6 +38,8 @@ def chunked_cross_entropy(
     weights_N: Tensor | None = None,
     num_supervised: int | None = None,
     fused_losses: FusedLosses | None = None,
+    working_VD: Tensor | None = None,
+    loss_gradient: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of the supervised tokens, in nats.
 
@@ -55,8 +58,9 @@ def chunked_cross_entropy(
     gradient. The backward pass does not read the weight: FSDP may reshard it.
 
     The backward pass only multiplies the stored gradients by the incoming scalar, in place: a
-    second backward pass through the same graph is an error, as is a second derivative. Under
-    fp16 the gradients are computed before the loss scale is known, so probabilities below 6e-8
+    second backward pass through the same graph is an error, as is a second derivative. It need
+    not if `fused_losses` have multiplied by the same scalar (`loss_gradient`). Otherwise, under
+    fp16, the gradients are computed before the loss scale is known, so probabilities below 6e-8
     are lost (bf16 and fp32 lose none). Without any supervised token the loss is exactly zero,
     with zero gradients.
 
@@ -77,6 +81,9 @@ def chunked_cross_entropy(
             from the device.
         fused_losses: computes losses and gradient of a chunk's logits where gradients are needed,
             the head has no bias and the rank all rows. It needs no wide copy of the logits.
+        working_VD: the weight in the dtype of the hidden states; None casts it.
+        loss_gradient: the tensor that the backward pass will get, if it is known. Another one is
+            allowed, and costs what no `loss_gradient` does.
 
     Source: Liger Kernel (Hsu et al. 2024) computes the gradient in the forward pass;
     torch.nn.functional.linear_cross_entropy (torch 2.13) likewise. Why not the latter:
@@ -89,7 +96,16 @@ def chunked_cross_entropy(
     )
     grad_enabled = torch.is_grad_enabled()
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden_SD, weight_VD, bias_V, labels_S, weights_S, chunk_tokens, head, grad_enabled
+        hidden_SD,
+        weight_VD,
+        bias_V,
+        labels_S,
+        weights_S,
+        chunk_tokens,
+        head,
+        grad_enabled,
+        working_VD,
+        loss_gradient if head.is_fused else None,
     )
     return loss
 
@@ -227,23 +243,29 @@ class _LogitTransform:
         weights_C: Tensor | None,
         *,
         needs_gradient: bool,
+        loss_gradient: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the weighted losses of a chunk's tokens; also return d loss / d product."""
+        """Sum the weighted losses of a chunk's tokens; also return d loss / d product, times
+        `loss_gradient` if losses are fused."""
         grad_CV = None
         if needs_gradient and self.is_fused:
             assert self.fused_losses is not None
             options = (self.logit_scale, self.soft_cap or 0.0, self.label_smoothing)
-            loss_C = self.fused_losses(chunk.logits_CV, labels_C1, *options).squeeze(1)
+            sum_dtype = torch.promote_types(chunk.logits_CV.dtype, torch.float32)
+            factors_C1 = labels_C1.new_ones(labels_C1.shape, dtype=sum_dtype)
+            if loss_gradient is not None:
+                factors_C1 *= loss_gradient
+            if weights_C is not None:
+                factors_C1 *= weights_C.unsqueeze(1)
+            loss_C = self.fused_losses(chunk.logits_CV, labels_C1, factors_C1, *options).squeeze(1)
             grad_CV = chunk.logits_CV
         else:
             loss_C = self.compute_losses(chunk, labels_C1)
             if needs_gradient:
                 grad_CV = self.compute_gradient(chunk, labels_C1)
-        if weights_C is None:
-            return loss_C.sum(), grad_CV
-        if grad_CV is not None:
-            grad_CV *= weights_C.unsqueeze(1)
-        return loss_C @ weights_C, grad_CV
+                if weights_C is not None:
+                    grad_CV *= weights_C.unsqueeze(1)
+        return loss_C.sum() if weights_C is None else loss_C @ weights_C, grad_CV
 
     def compute_losses(self, chunk: _ChunkBuffers, labels_C1: Tensor) -> Tensor:
         """Compute the losses of a chunk's tokens, `[C]`; writes log-probabilities to the chunk."""
@@ -324,13 +346,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         head: _LogitTransform,
         grad_enabled: bool,
+        working_VD: Tensor | None,
+        loss_gradient: Tensor | None,
     ) -> Tensor:
         # Gradient mode is always off here, so the caller states whether a backward pass
         # follows.
         needs_grad = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         compute_dtype = hidden_SD.dtype
         sum_dtype = torch.promote_types(compute_dtype, torch.float32)
-        product_weight_VD = weight_VD.to(compute_dtype)
+        if working_VD is None or working_VD.dtype != compute_dtype:
+            working_VD = weight_VD.to(compute_dtype)
+        product_weight_VD = working_VD
         chunks = range(0, hidden_SD.shape[0], chunk_tokens)
         buffers = _ChunkBuffers.allocate(
             min(chunk_tokens, hidden_SD.shape[0]),
@@ -343,8 +369,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
         grad_hidden_SD = torch.empty_like(hidden_SD) if needs_grad[0] else None
         grad_weight_VD = (
-            hidden_SD.new_zeros(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
+            hidden_SD.new_empty(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
         )
+        if grad_weight_VD is not None and not chunks:
+            grad_weight_VD.zero_()
         grad_bias_V = (
             hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if needs_grad[2] else None
         )
@@ -363,7 +391,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
             )
             loss_sum, grad_CV = head.compute_chunk(
-                chunk, labels_C1, weights_C, needs_gradient=any(needs_grad)
+                chunk,
+                labels_C1,
+                weights_C,
+                needs_gradient=any(needs_grad),
+                loss_gradient=loss_gradient,
             )
             loss += loss_sum
             if grad_CV is None:
@@ -379,14 +411,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 )
             if grad_weight_VD is None:
                 continue
+            is_first = start == 0
             if sums_wide:
-                add_product(grad_weight_VD, grad_CV.T, hidden_CD)
+                add_product(grad_weight_VD, grad_CV.T, hidden_CD, is_first=is_first)
             elif product_VD is None:
-                grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
+                grad_weight_VD.addmm_(grad_CV.T, hidden_CD, beta=int(not is_first))
+            elif is_first:
+                grad_weight_VD.copy_(torch.mm(grad_CV.T, hidden_CD, out=product_VD))
             else:
                 add_lower_precision(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
+        ctx.loss_gradient = loss_gradient
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss
 
@@ -396,8 +432,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place: a copy would be a second gradient of the size of the vocabulary. Saved
         # tensors have a version, so a second backward pass through the same graph raises
         # instead of scaling twice.
-        gradients = [
-            None if stored is None else stored.mul_(grad_loss).to(dtype)
-            for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*gradients, None, None, None, None, None)
+        known: Tensor | None = ctx.loss_gradient
+        if known is not None and known is not grad_loss:
+            grad_loss = torch.where(known == grad_loss, 1.0, grad_loss / known)
+        gradients: list[Tensor | None] = []
+        for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if stored is not None and known is grad_loss:
+                increment_version(stored)
+            elif stored is not None:
+                stored.mul_(grad_loss)
+            gradients.append(None if stored is None else stored.to(dtype))
+        return (*gradients, *[None] * 7)

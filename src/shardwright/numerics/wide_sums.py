@@ -36,12 +36,17 @@ def has_wide_sums(like: Tensor) -> bool:
     return _wide_sum_support[key]
 
 
-def add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Add left @ right to a sum in fp32, in place, without rounding the product."""
+def add_product(
+    sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, *, is_first: bool = False
+) -> None:
+    """Add left @ right to a sum in fp32, in place, without rounding the product. The first product
+    replaces what is in memory."""
     if isinstance(sum_VD, FakeTensor):  # the kernel allocates nothing; torch 2.11 cannot fake it
         assert sum_VD.shape == (left_VC.shape[0], right_CD.shape[1])
         return
-    torch.ops.aten.addmm.dtype_out(sum_VD, left_VC, right_CD, sum_VD.dtype, out=sum_VD)
+    torch.ops.aten.addmm.dtype_out(
+        sum_VD, left_VC, right_CD, sum_VD.dtype, beta=int(not is_first), out=sum_VD
+    )
 
 
 _NUM_STRIPS = 32

@@ -35,7 +35,7 @@ from shardwright.layout import Layout, PipelineStage
 from shardwright.model import Decoder
 from shardwright.model.block import Block
 from shardwright.model.moe import Experts
-from shardwright.numerics import PrecisionDtypes, chunked_cross_entropy
+from shardwright.numerics import ChunkedLoss, PrecisionDtypes, chunked_cross_entropy
 from shardwright.numerics.liger_loss import liger_cross_entropy
 from shardwright.optim.sharded_optimizer import UpdatePart
 from shardwright.parallel.comm_timing import time_fsdp_waits
@@ -230,7 +230,8 @@ def _build_expert_placement(decoder: Decoder, mesh: Mesh) -> Callable[[nn.Parame
 def _is_chunked_loss(loss_function: Any) -> bool:
     """True for losses whose backward pass does not read the head's weight."""
     function = loss_function.func if isinstance(loss_function, partial) else loss_function
-    return function in (chunked_cross_entropy, liger_cross_entropy)
+    is_chunked = isinstance(function, ChunkedLoss)
+    return is_chunked or function in (chunked_cross_entropy, liger_cross_entropy)
 
 
 def _refuse_logits(

@@ -35,7 +35,7 @@ from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
-from shardwright.training.loss_chunk import agree_on_loss_chunk
+from shardwright.training.memory_settings import agree_on_memory_settings
 from shardwright.training.metrics.run_log import log_start, log_to_run
 from shardwright.training.metrics.run_prediction import predict_training_run
 from shardwright.training.oom import convert_oom_errors
@@ -185,7 +185,7 @@ def _validate_together(
         auto_compilation=compilation,
         progress=progress,
     )
-    return agree_on_loss_chunk(validated_run, rank_sync, device)
+    return agree_on_memory_settings(validated_run, rank_sync, device)
 
 
 def _find_copies(recipe: Recipe, folder: RunFolder, restart: Restart | None) -> CopiesSearch | None:

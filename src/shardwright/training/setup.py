@@ -27,9 +27,9 @@ from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.model.products import nf4
 from shardwright.model.routing import resolve_expert_rules
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.numerics.liger_loss import liger_cross_entropy
-from shardwright.numerics.loss import chunked_cross_entropy
 from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler
 from shardwright.offload import (
@@ -138,10 +138,9 @@ def _build_loss_function(recipe: Recipe, plan: Plan) -> LossFunction:
 
 def build_chunked_loss(recipe: Recipe, plan: Plan) -> LossFunction:
     """Build the loss in chunks, whose passes over logits are one where functions are compiled."""
-    return partial(
-        chunked_cross_entropy,
-        chunk_tokens=recipe.model.smallest_loss_chunk,
-        fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
+    return ChunkedLoss(
+        recipe.model.smallest_loss_chunk,
+        differentiate_token_losses if plan.has_fused_losses else None,
     )
 
 

@@ -22,6 +22,7 @@ from shardwright.numerics import (
     LossScaler,
     compute_clip_coefficient,
     compute_global_norm,
+    expect_loss_gradient,
     scale_,
     synchronise_norm,
 )
@@ -310,8 +311,10 @@ def accumulate_gradients(
         return objective.arguments(batch) | routing | {"dropout": dropout}
 
     set_rounding_step(model.decoder, seed, step)
-    with agree_on_maxima(model.weight_maxima):
-        loss_sum = model.forward_backward(micro_batches, arguments, scale, times.mark)
+    decoder = model.decoder
+    expected = expect_loss_gradient(decoder.loss_function, scale, decoder.compute_dtype)
+    with agree_on_maxima(model.weight_maxima), expected as gradient:
+        loss_sum = model.forward_backward(micro_batches, arguments, gradient, times.mark)
     model.finish_gradients()
     loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
     routers, beyond_limit = _sum_router_tables(model)

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.model.pointwise.operators import differentiate_token_losses
+from shardwright.numerics.chunked_loss import ChunkedLoss, expect_loss_gradient
 from shardwright.numerics.loss import FusedLosses, chunked_cross_entropy
 
 # From torch's own import of its compiler.
@@ -262,14 +263,16 @@ def test_losses_share_no_state() -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Record the largest number of elements of a storage that an operation allocates."""
+    """Record operations, and the largest number of elements of a storage that one allocates."""
 
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.names.add(str(func))
         inputs = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
@@ -355,7 +358,11 @@ def test_label_outside_the_vocabulary_is_an_error_on_cpu(fused_losses: FusedLoss
 def differentiate(
     fused_losses: FusedLosses | None, dtype: torch.dtype, **options: Any
 ) -> tuple[Tensor, ...]:
-    """Return loss and gradients; the last chunk of 8 tokens has fewer."""
+    """Return loss and gradients; the last chunk of 8 tokens has fewer.
+
+    `gradients` are that of the loss, and the expected one: without it, no gradient is expected.
+    """
+    gradients = options.pop("gradients", (torch.tensor(1 / 17, dtype=torch.float64), None))
     hidden_ND, weight_VD, _, labels_N = make_inputs(dtype)
     weights_N = torch.linspace(-1, 2, N) if options.pop("is_weighted", False) else None
     loss = chunked_cross_entropy(
@@ -366,19 +373,54 @@ def differentiate(
         chunk_tokens=8,
         weights_N=weights_N,
         fused_losses=fused_losses,
+        loss_gradient=gradients[1],
         **options,
     )
-    return loss, *torch.autograd.grad(loss / 17, [hidden_ND, weight_VD])
+    inputs = [hidden_ND, weight_VD]
+    return loss, *torch.autograd.grad(loss, inputs, gradients[0].to(loss.dtype))
 
 
+@pytest.mark.parametrize("expected_gradient", [None, "same", "equal", "other"])
 @pytest.mark.parametrize("options", [*CASES, {"is_weighted": True}], ids=str)
-def test_fused_losses_equal_separate_operations(options: dict[str, Any]) -> None:
+def test_fused_losses_equal_separate_operations(
+    options: dict[str, Any], expected_gradient: str | None
+) -> None:
+    gradient = torch.tensor(1 / 17, dtype=torch.float64)
+    known = {None: None, "same": gradient, "equal": gradient.clone(), "other": gradient * 3}
+    gradients = (gradient, known[expected_gradient])
     for found, expected in zip(
-        differentiate(differentiate_token_losses, torch.float64, **options),
+        differentiate(differentiate_token_losses, torch.float64, **options, gradients=gradients),
         differentiate(None, torch.float64, **options),
         strict=True,
     ):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14)
+
+
+def test_the_backward_pass_multiplies_nothing_by_a_gradient_that_was_expected() -> None:
+    hidden_ND, weight_VD, _, labels_N = make_inputs()
+    gradient = torch.tensor(1 / 17, dtype=torch.float64)
+    loss = ChunkedLoss(8, differentiate_token_losses)
+    with expect_loss_gradient(loss, gradient, torch.float64) as expected:
+        value = loss(hidden_ND, weight_VD, None, labels_N)
+        with _Allocations() as operations:
+            value.backward(expected, retain_graph=True)
+    assert operations.names
+    assert not any("mul" in name for name in operations.names)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward(expected)
+
+
+def test_an_fp32_weight_gets_the_sums_of_products_unrounded() -> None:
+    hidden_ND, weight_VD, _, labels_N = make_inputs(torch.bfloat16)
+    master_VD = weight_VD.detach().float().requires_grad_()
+    working_VD = weight_VD.detach() * 2  # used for products, not the cast of the weight
+    ChunkedLoss(8)(hidden_ND, master_VD, None, labels_N, working_VD=working_VD).backward()
+    doubled_VD = working_VD.float().requires_grad_()
+    ChunkedLoss(8)(hidden_ND, doubled_VD, None, labels_N).backward()
+    assert master_VD.grad is not None
+    assert doubled_VD.grad is not None
+    assert torch.equal(master_VD.grad, doubled_VD.grad)
+    assert not torch.equal(master_VD.grad, master_VD.grad.bfloat16().float())
 
 
 def test_fused_losses_in_16_bits_have_a_loss_in_fp32_and_gradients_rounded_once() -> None:

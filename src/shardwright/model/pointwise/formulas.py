@@ -209,6 +209,7 @@ def differentiate_token_losses(
     logits_NV: Tensor,
     labels_N1: Tensor,
     targets_N1: Tensor,
+    factors_N1: Tensor,
     logit_scale: float,
     soft_cap: float,
     label_smoothing: float,
@@ -221,6 +222,7 @@ def differentiate_token_losses(
     Args:
         targets_N1: the labels' logits. torch 2.11 fails to compile a look-up in a tensor that the
             formula changes.
+        factors_N1: factors of the gradient, not of the losses.
     """
     final_NV = _transform_logits(logits_NV, logit_scale, soft_cap)
     log_sum_N1 = torch.logsumexp(final_NV, 1, keepdim=True)
@@ -235,7 +237,7 @@ def differentiate_token_losses(
         gradient_NV = gradient_NV - label_smoothing / logits_NV.shape[1]
     if soft_cap:
         gradient_NV = gradient_NV * (1.0 - (final_NV / soft_cap).square())
-    logits_NV.copy_(gradient_NV * logit_scale)
+    logits_NV.copy_(gradient_NV * (factors_N1 * logit_scale))
     return (losses_N1,)
 
 

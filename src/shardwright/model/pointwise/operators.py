@@ -286,13 +286,13 @@ rotate = _define(
 )
 
 differentiate_token_losses = _define(
-    "fused_token_losses(Tensor(a!) logits, Tensor labels, float logit_scale, float soft_cap, "
-    "float label_smoothing) -> Tensor",
-    lambda logits, labels, *constants: run_formula(
+    "fused_token_losses(Tensor(a!) logits, Tensor labels, Tensor factors, float logit_scale, "
+    "float soft_cap, float label_smoothing) -> Tensor",
+    lambda logits, labels, factors, *constants: run_formula(
         formulas.differentiate_token_losses,
-        (logits, labels, logits.gather(1, labels)),
+        (logits, labels, logits.gather(1, labels), factors),
         (),
         constants,
     )[0],
-    lambda logits, labels, *constants: _allocate_scale(logits),
+    lambda logits, *_others: _allocate_scale(logits),
 )

@@ -232,7 +232,7 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
     """Compute the seconds in which working weights are cast, once per step."""
     candidate = costs.candidate
     num_bytes = compute_working_bytes(costs.facts, candidate, load)
-    if has_one_pass_update(candidate, costs.network.cluster.accelerator):
+    if has_one_pass_update(candidate, costs.network.cluster.accelerator.kind):
         return costs.rates.time_copy(num_bytes)
     read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(read_bytes + num_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwright.hardware import Accelerator
+from shardwright.hardware.cluster_spec import AcceleratorKind
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.rates.device_rates import DeviceRates
@@ -22,17 +23,17 @@ def count_update_bytes(
 ) -> float:
     """Count the bytes that norm, clip and update read and write."""
     per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
-    if has_one_pass_update(candidate, accelerator):
+    if has_one_pass_update(candidate, accelerator.kind):
         per_element -= _CLIP_BYTES
     return num_elements * per_element * candidate.master_bytes / 4
 
 
-def has_one_pass_update(candidate: Candidate, accelerator: Accelerator) -> bool:
+def has_one_pass_update(candidate: Candidate, device_kind: AcceleratorKind) -> bool:
     """Return True if the update itself clips gradients and writes working weights; where states or
     trained weights are offloaded, it updates pieces of them and does neither."""
     has_all = candidate.offload == "none" and (
         candidate.parameter_offload == "none" or candidate.adapter is not None
     )
     setting = candidate.compile_functions
-    is_compiled = accelerator.kind != "cpu" if setting == "auto" else setting
+    is_compiled = device_kind != "cpu" if setting == "auto" else setting
     return is_compiled and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass

@@ -1,4 +1,5 @@
-"""`model.loss_chunk_tokens: auto`: 1,024 on a CPU; on CUDA as many as fit by the prediction."""
+"""`auto` of `model.loss_chunk_tokens` and `precision.working_weights`: on CUDA what fits by the
+prediction, on a CPU 1,024 tokens and no copies that take memory."""
 
 from __future__ import annotations
 
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from shardwright.architecture import HFShape
-from shardwright.training import loss_chunk
+from shardwright.training import memory_settings
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
-from shardwright.training.loss_chunk import agree_on_loss_chunk, choose_loss_chunk, set_loss_chunk
+from shardwright.training.memory_settings import (
+    agree_on_memory_settings,
+    choose_loss_chunk,
+    choose_working_weights,
+    set_loss_chunk,
+)
 from shardwright.training.metrics.run_prediction import predict_training_memory
 from tests.unit.training import test_run_checks
 from tests.unit.training.test_precision_choice import FakeRankSync
@@ -22,12 +28,20 @@ VOCAB_SIZE = 50_000
 LENGTH = 16_384
 
 
-def validate(folder: Path, chunk: Any = "auto", length: int = LENGTH) -> ValidatedRun:
+def validate(
+    folder: Path, chunk: Any = "auto", length: int = LENGTH, **sections: Any
+) -> ValidatedRun:
     config = test_run_checks.CONFIG | {"max_position_embeddings": length, "vocab_size": VOCAB_SIZE}
     recipe = test_run_checks.build_recipe(
         folder,
-        model={"config": config, "loss_chunk_tokens": chunk},
-        training={"sequence_length": length, "micro_batch_size": 1},
+        model={"config": config, "loss_chunk_tokens": chunk, **sections.pop("model", {})},
+        training={
+            "sequence_length": length,
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+            **sections.pop("training", {}),
+        },
+        **sections,
     )
     return validate_run(recipe, 1)
 
@@ -75,19 +89,62 @@ def test_the_device_with_the_least_free_memory_decides(
     cuda = torch.device("cuda", 0)
     least = predict(run, 2048) / 0.85 * 1.001
     with caplog.at_level(logging.INFO, "shardwright"):
-        chosen = agree_on_loss_chunk(run, FakeRankSync([least]), cuda)
+        chosen = agree_on_memory_settings(run, FakeRankSync([least]), cuda)
     assert chosen.recipe.model.loss_chunk_tokens == 2048
     assert "loss: chunks of 2,048 tokens (auto: " in caplog.text
-    alone = agree_on_loss_chunk(run, FakeRankSync(), cuda)
+    alone = agree_on_memory_settings(run, FakeRankSync(), cuda)
     assert alone.recipe.model.loss_chunk_tokens == 8192
 
 
 def test_a_cpu_has_a_fixed_number_and_a_number_in_the_recipe_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_chunk, "choose_loss_chunk", pytest.fail)
+    monkeypatch.setattr(memory_settings, "choose_loss_chunk", pytest.fail)
     cpu = torch.device("cpu")
-    run = agree_on_loss_chunk(validate(tmp_path), FakeRankSync(), cpu)
+    run = agree_on_memory_settings(validate(tmp_path), FakeRankSync(), cpu)
     assert run.recipe.model.loss_chunk_tokens == 1024
-    explicit = agree_on_loss_chunk(validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (10**15, 10**15))
+    explicit = agree_on_memory_settings(
+        validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0)
+    )
     assert explicit.recipe.model.loss_chunk_tokens == 300
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, True),
+        ({"optimizer": {"name": "adamw_8bit"}}, True),
+        ({"optimizer": {"name": "sgd"}}, False),
+        ({"model": {"compile_functions": False}}, False),
+        ({"model": {"compile_functions": False}, "recompute": "full"}, True),
+        ({"precision": {"kind": "bf16", "working_weights": False}}, False),
+        ({"precision": {"kind": "fp32"}}, False),
+        ({"layout": {"zero_stage": 0, "dp_shard": 1}, "recompute": "full"}, True),
+    ],
+    ids=str,
+)
+def test_weights_are_copied_where_it_saves_time_and_fits(
+    tmp_path: Path, sections: dict[str, Any], expected: bool
+) -> None:
+    run = validate(tmp_path, length=64, **{"precision": {"kind": "bf16"}, **sections})
+    assert not run.plan.has_working_weights
+    chosen = choose_working_weights(run, 1e15)
+    assert chosen.plan.has_working_weights == expected
+    if not expected:
+        assert chosen is run
+        return
+    needed = predict_training_memory(chosen).total / 0.85
+    assert choose_working_weights(run, needed * 1.001).plan.has_working_weights
+    assert choose_working_weights(run, needed * 0.999) is run
+    assert choose_working_weights(chosen, 0.0) is chosen
+
+
+def test_copies_are_predicted_to_need_their_bytes_under_recomputation(tmp_path: Path) -> None:
+    run = validate(tmp_path, length=64, precision={"kind": "bf16"}, recompute="full")
+    chosen = choose_working_weights(run, 1e15)
+    added = predict_training_memory(chosen).weights - predict_training_memory(run).weights
+    # The head is tied to the table of embeddings.
+    matrices = [p for p in run.shape.list_parameters() if len(p.shape) == 2]
+    elements = sum(p.shape[0] * p.shape[1] for p in matrices)
+    assert added == pytest.approx(2 * elements)
