@@ -49,6 +49,11 @@ class BucketStream:
             self._device_buffers.begin_step()
         self._following = deque(self._moving[len(self.swaps) :])
         self._request()
+        # Before further requests, which wait for memory that the buckets in between may free.
+        for index in order:
+            if index in self._store.resident_buckets and index not in self._resident_swaps:
+                bucket = self._buckets[index]
+                self._resident_swaps[index] = self._store.swap_in(index, bucket)
 
     @contextmanager
     def open_bucket(self, index: int) -> Iterator[list[Tensor]]:
@@ -57,7 +62,7 @@ class BucketStream:
         It is swapped out afterwards, and those that fit then are swapped in.
         """
         is_resident = index in self._store.resident_buckets
-        swap = self._get_resident_swap(index) if is_resident else self.swaps.popleft()
+        swap = self._resident_swaps[index] if is_resident else self.swaps.popleft()
         parts = wait_for_parts(self._store, swap)
         copied: torch.cuda.Event | None = None
         if self._device_buffers is None:
@@ -92,11 +97,6 @@ class BucketStream:
         self.swaps.clear()
         self._resident_swaps.clear()
         self._store.close()
-
-    def _get_resident_swap(self, index: int) -> Swap:
-        if index not in self._resident_swaps:
-            self._resident_swaps[index] = self._store.swap_in(index, self._buckets[index])
-        return self._resident_swaps[index]
 
     def _request(self) -> None:
         """Start to swap in the following buckets that fit next to the open ones."""

@@ -155,7 +155,7 @@ def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int)
     """Divide the state of a rank's parameters into buckets of about `buffer_bytes`.
 
     A parameter that cannot be divided may have a larger bucket. No bucket has parameters of two
-    units. Buckets are in the order of their first parameters.
+    units.
     """
     partition = StatePartition()
     pending: list[OffloadedParameter] = []
@@ -175,8 +175,6 @@ def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int)
             pending_bytes += parameter.num_bytes
     if pending:
         _add_shared_bucket(partition, pending)
-    places = {parameter.name: place for place, parameter in enumerate(parameters)}
-    partition.buckets.sort(key=lambda bucket: places[bucket.pieces[0].name])
     return partition
 
 
