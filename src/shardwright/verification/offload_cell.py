@@ -18,6 +18,7 @@ from shardwright.config.offload import NOT_OFFLOADED, OffloadSection
 from shardwright.layout import Layout
 from shardwright.offload import ParameterOffload, offload_optimizer
 from shardwright.optim import build_optimizer, collect_optimizer_moments
+from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.setup import offload_activations, offload_weights, overlap_update
@@ -94,10 +95,12 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
     activations = offload_activations(model, section, plan, folder)
     store = None
     overlap = None
-    if section.optimizer == "disk" and not (
-        optimizer.has_collectives
-        or isinstance(weights, ParameterOffload)
-        or model.weight_maxima is not None
+    if (
+        section.optimizer == "disk"
+        and isinstance(optimizer, UpdateByPiece)
+        and not optimizer.has_collectives
+        and not isinstance(weights, ParameterOffload)
+        and model.weight_maxima is None
     ):
         overlap = overlap_update(model, is_deferred=True)
     if section.optimizer != "none":
