@@ -141,9 +141,17 @@ def run_contender(contender: str, weights: Path, folder: Path) -> dict[str, Any]
 
 
 def start_shardwright(
-    case: Case, folder: Path, tier: str, buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    case: Case,
+    folder: Path,
+    tier: str,
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    *,
+    overlaps_forward: bool = True,
 ) -> tuple[Any, Any]:
     """Build a model and its optimizer, with states in a tier if one is named.
+
+    Args:
+        overlaps_forward: True if the next forward pass may begin during the update, as in training.
 
     Returns:
         Function that trains step N and returns its loss; function that describes the steps.
@@ -187,6 +195,7 @@ def start_shardwright(
             state.optimizer,
             learning_rate=case.optimisation.learning_rate,
             max_grad_norm=case.optimisation.max_grad_norm,
+            overlaps_forward=overlaps_forward,
         )
         update_seconds.append(time.perf_counter() - start_seconds)
         if isinstance(state.optimizer, OffloadedOptimizer):

@@ -106,7 +106,13 @@ def train_steps(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], Any
             validated_run.data.train, order, plan.batch, step, data_rank
         )
         accumulate_gradients(model, batches, seed=0, step=step)
-        update_parameters(model, optimizer, learning_rate=RATE, max_grad_norm=1.0)
+        update_parameters(
+            model,
+            optimizer,
+            learning_rate=RATE * (1 + step),
+            max_grad_norm=1.0,
+            overlaps_forward=True,
+        )
     named = dict(model.named_parameters())
     moments = collect_optimizer_moments(optimizer, named.items())
     tensors = named | {key: moment.tensor for key, moment in moments.items()}

@@ -45,9 +45,10 @@ class OffloadSection(RecipeSection):
     """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
     size, with CUDA through three in device memory. State on disk moves in buckets of a
     sixteenth, through the memory of three buffers on the host, with CUDA also through three
-    buckets on the device. Two of the three keep their buckets from step to step, so larger buffers
-    move fewer bytes. `activations: disk` has two buffers in host memory; `parameters: disk` has
-    one, for trained weights two."""
+    buckets on the device. What they have beyond the moments of a block, at most two of
+    the three, keeps its buckets from step to step, so larger buffers move fewer bytes.
+    `activations: disk` has two buffers in host memory; `parameters: disk` has one, for trained
+    weights two."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:

@@ -5,11 +5,8 @@ from shardwright.offload.activation_offload import (
     build_activation_offload,
     describe_activation_offload,
 )
-from shardwright.offload.offloaded_optimizer import (
-    OffloadedOptimizer,
-    describe_offload,
-    offload_optimizer,
-)
+from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
+from shardwright.offload.optimizer_offload import describe_offload, offload_optimizer
 from shardwright.offload.parameter_offload import (
     ParameterOffload,
     build_parameter_offload,
@@ -17,7 +14,7 @@ from shardwright.offload.parameter_offload import (
 )
 from shardwright.offload.shard_offload import ShardOffload
 from shardwright.offload.store import TransferCounts, describe_transfers
-from shardwright.offload.update_overlap import UpdateOverlap
+from shardwright.offload.update_overlap import DeferredUpdate, StreamedUpdate, UpdateOverlap
 from shardwright.offload.weight_offload import (
     WeightOffload,
     build_weight_offload,

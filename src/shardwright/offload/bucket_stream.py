@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from shardwright.offload.device_buffers import DeviceBuffers
-from shardwright.offload.state_buckets import StateBucket, StatePartition
+from shardwright.offload.state_buckets import StatePartition
 from shardwright.offload.store import Store, Swap, wait_for_parts
 
 
@@ -34,36 +35,53 @@ class BucketStream:
         """Open swaps of buckets that are read ahead, in the order in which they will be used."""
         self._resident_swaps: dict[int, Swap] = {}
         """Open swaps of buckets that stay in staging memory; the store has older bytes."""
+        self._moving: list[int] = []
+        """Buckets of the update that are swapped, in its order."""
+        self._following: deque[int] = deque()
+        """Those that have not been swapped in."""
 
-    def run(self, order: Sequence[int]) -> Iterator[tuple[StateBucket, list[Tensor]]]:
-        """Yield buckets with their parts where the update runs; swap each out when it is done.
-
-        The first buckets of the next step are swapped in at the end of this one.
-        """
-        moving = [index for index in order if index not in self._store.resident_buckets]
-        if [swap.index for swap in self.swaps] != moving[: len(self.swaps)]:
+    def begin(self, order: Sequence[int]) -> None:
+        """Begin an update of these buckets, one after another."""
+        self._moving = [index for index in order if index not in self._store.resident_buckets]
+        if [swap.index for swap in self.swaps] != self._moving[: len(self.swaps)]:
             self._release()  # other parameters have gradients than in the step before
         if self._device_buffers is not None:
             self._device_buffers.begin_step()
-        num_requested = len(self.swaps)
+        self._following = deque(self._moving[len(self.swaps) :])
+        self._request()
+        # Before further requests, which wait for memory that the buckets in between may free.
         for index in order:
-            num_requested += self._request(moving[num_requested:])
-            is_resident = index in self._store.resident_buckets
-            swap = self._get_resident_swap(index) if is_resident else self.swaps.popleft()
-            parts = wait_for_parts(self._store, swap)
-            copied: torch.cuda.Event | None = None
-            if self._device_buffers is None:
-                yield swap.bucket, parts
-            else:
-                device_parts = self._device_buffers.copy_in(swap.bucket, parts)
-                yield swap.bucket, device_parts
-                copied = self._device_buffers.copy_out(device_parts, parts)
-            if not is_resident:
-                self._store.swap_out(swap, copied)
+            if index in self._store.resident_buckets and index not in self._resident_swaps:
+                bucket = self._buckets[index]
+                self._resident_swaps[index] = self._store.swap_in(index, bucket)
+
+    @contextmanager
+    def open_bucket(self, index: int) -> Iterator[list[Tensor]]:
+        """Wait for the next bucket, and return its parts where the update runs.
+
+        It is swapped out afterwards, and those that fit then are swapped in.
+        """
+        is_resident = index in self._store.resident_buckets
+        swap = self._resident_swaps[index] if is_resident else self.swaps.popleft()
+        parts = wait_for_parts(self._store, swap)
+        copied: torch.cuda.Event | None = None
+        if self._device_buffers is None:
+            yield parts
+        else:
+            device_parts = self._device_buffers.copy_in(swap.bucket, parts)
+            yield device_parts
+            copied = self._device_buffers.copy_out(device_parts, parts)
+        if not is_resident:
+            self._store.swap_out(swap, copied)
+            self._request()
+
+    def end(self) -> None:
+        """End an update; with a disk, swap in the first buckets of the next one."""
         if self._device_buffers is not None:
             self._device_buffers.end_step()
         if self._store.tier == "disk":
-            self._request(moving)
+            self._following = deque(self._moving)
+            self._request()
 
     def write_back(self) -> None:
         """Bring the store up to date and close all swaps."""
@@ -80,21 +98,15 @@ class BucketStream:
         self._resident_swaps.clear()
         self._store.close()
 
-    def _get_resident_swap(self, index: int) -> Swap:
-        if index not in self._resident_swaps:
-            self._resident_swaps[index] = self._store.swap_in(index, self._buckets[index])
-        return self._resident_swaps[index]
-
-    def _request(self, order: Sequence[int]) -> int:
-        """Start to swap in the next buckets that fit next to the open ones; return their number."""
+    def _request(self) -> None:
+        """Start to swap in the following buckets that fit next to the open ones."""
         free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self.swaps)
-        for count, index in enumerate(order):
-            bucket = self._buckets[index]
+        while self._following:
+            bucket = self._buckets[self._following[0]]
             free_bytes -= bucket.num_bytes
             if free_bytes < 0:
-                return count
-            self.swaps.append(self._store.swap_in(index, bucket))
-        return len(order)
+                return
+            self.swaps.append(self._store.swap_in(self._following.popleft(), bucket))
 
     def _release(self) -> None:
         """Give up the swaps that were begun for the next step."""

@@ -8,18 +8,14 @@ stay where they are (docs/decisions/0078-offloaded-optimizer.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwright.config.offload import OffloadSection
 from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.device_buffers import DeviceBuffers
-from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.host_update import HostUpdate
 from shardwright.offload.parameter_offload import ParameterOffload
 from shardwright.offload.state_buckets import (
@@ -28,15 +24,9 @@ from shardwright.offload.state_buckets import (
     StatePartition,
     partition_state,
 )
-from shardwright.offload.store import (
-    HostStore,
-    Store,
-    TransferCounts,
-    TransferReporter,
-)
+from shardwright.offload.store import Store, TransferCounts, TransferReporter
 from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.optim.sharded_optimizer import (
-    GradientListener,
     Moment,
     ParameterPiece,
     PiecewiseOptimizer,
@@ -45,15 +35,13 @@ from shardwright.optim.sharded_optimizer import (
     get_local_tensor,
 )
 from shardwright.optim.state import get_rule
-from shardwright.units import format_bytes
 
 
-class OffloadableModel(ShardedModel, Protocol):
-    """Sharded parameters whose gradients are reported; `parallel.ParallelModel` is one."""
+class _UpdateInputs(NamedTuple):
+    """Gradient and group of a parameter, as they were when the update began."""
 
-    def watch_gradients(self, listener: GradientListener) -> None:
-        """Report each trained parameter's gradient of a step once it is complete."""
-        ...
+    gradient: Tensor
+    group: dict[str, Any]
 
 
 class OffloadedOptimizer(ShardedOptimizer):
@@ -209,8 +197,12 @@ class OffloadedOptimizer(ShardedOptimizer):
         With an overlap the current stream has not waited for it (`wait_for_update`).
         """
         assert closure is None
-        with nullcontext() if self._overlap is None else self._overlap.launch():
-            self._update()
+        update = self._update()
+        if self._overlap is not None:
+            self._overlap.launch(update)
+            return
+        for _ in update:
+            pass
 
     def wait_for_update(self) -> None:
         """Make the device wait for the update before what follows on the current stream.
@@ -220,20 +212,30 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._overlap is not None:
             self._overlap.wait()
 
-    def _update(self) -> None:
+    @torch.no_grad()
+    def _update(self) -> Iterator[str]:
+        """Update bucket by bucket; return the name of each one's first parameter before it.
+
+        With an overlap the caller may drop gradients and change groups before the first bucket.
+        """
         for (name, first_row), count in self._step_counts.items():
             if first_row:
                 count.copy_(self.state[self._members[name][0]]["step"])
+        updated = {name for name in self._members if self._is_updated(name)}
+        inputs = None if self._overlap is None else self._collect_inputs(updated)
         order = [
             index
             for index, bucket in enumerate(self._partition.buckets)
-            if any(self._is_updated(piece.name) for piece in bucket.pieces)
+            if any(piece.name in updated for piece in bucket.pieces)
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
+        self._stream.begin(order)
         unit: int | None = None
-        for bucket, parts in self._stream.run(order):
-            planned = [piece for piece in bucket.pieces if self._is_updated(piece.name)]
+        for index in order:
+            pieces = self._partition.buckets[index].pieces
+            planned = [piece for piece in pieces if piece.name in updated]
+            yield pieces[0].name
             if self._parameters is not None:
                 names = [piece.name for piece in planned]
                 following = self._parameters.find_unit(names)
@@ -242,30 +244,35 @@ class OffloadedOptimizer(ShardedOptimizer):
                     self.optimizer.finish_update()
                     unit = following
                 self._parameters.bring_for_update(names)
-            pieces = [self._build_piece(piece, parts) for piece in planned]
-            if self._host_update is None:
-                self.optimizer.update_pieces(pieces)
-            else:
-                self._update_on_host(self._host_update, pieces)
-            if self._overlap is not None:
-                self._end_bucket(self._overlap, pieces)
+            with self._stream.open_bucket(index) as parts:
+                self._update_pieces([self._build_piece(piece, parts, inputs) for piece in planned])
+            if inputs is not None:
+                self._end_bucket(pieces, inputs)
+        self._stream.end()
         self.optimizer.finish_update()
         if self._host_update is not None:
             self._host_update.end_update()
         if self._parameters is not None:
             self._parameters.finish_update()
 
-    def _end_bucket(self, overlap: UpdateOverlap, pieces: Sequence[ParameterPiece]) -> None:
-        """Tell the overlap which parameters of a bucket are complete; keep their gradients."""
+    def _collect_inputs(self, names: Iterable[str]) -> dict[str, _UpdateInputs]:
+        groups = {id(group): dict(group) for group in self.param_groups}
+        inputs = {}
+        for name in names:
+            parameter, group = self._members[name]
+            assert parameter.grad is not None
+            inputs[name] = _UpdateInputs(parameter.grad, groups[id(group)])
+        return inputs
+
+    def _end_bucket(self, pieces: Sequence[BucketPiece], inputs: dict[str, _UpdateInputs]) -> None:
+        """Tell the overlap which parameters of a bucket are complete; it keeps their gradients."""
         names = [piece.name for piece in pieces]
-        parameters = [self._members[name][0] for name in names]
-        complete = [
-            parameter
-            for parameter, piece in zip(parameters, pieces, strict=True)
-            if (piece.first_element or 0) + piece.local.numel()
-            == get_local_tensor(parameter.detach()).numel()
-        ]
-        overlap.end_bucket(names, complete, [parameter.grad for parameter in parameters])
+        gradients = [inputs[name].gradient for name in names if name in inputs]
+        complete = [piece.name for piece in pieces if piece.is_last and piece.name in inputs]
+        for name in complete:
+            del inputs[name]
+        assert self._overlap is not None
+        self._overlap.end_bucket(names, [self._members[name][0] for name in complete], gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those on the host and on disk too."""
@@ -275,17 +282,20 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._parameters is not None:
             self._parameters.discard_gradients()
 
-    def _update_on_host(self, host_update: HostUpdate, pieces: Sequence[ParameterPiece]) -> None:
-        """Update pieces in host memory and launch the copies of their weights to the device."""
+    def _update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Update pieces; on the host, launch the copies of their weights to the device."""
+        if self._host_update is None:
+            self.optimizer.update_pieces(pieces)
+            return
         for piece in pieces:
-            host_update.scale_piece(piece.gradient)
+            self._host_update.scale_piece(piece.gradient)
         self.optimizer.update_pieces(pieces)
         for piece in pieces:
             target = get_local_tensor(self._members[piece.name][0].detach())
             if piece.first_element is not None:
                 start = piece.first_element
                 target = target.view(-1)[start : start + piece.local.numel()]
-            host_update.copy_back(piece.local.view(target.shape), target)
+            self._host_update.copy_back(piece.local.view(target.shape), target)
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
@@ -293,15 +303,23 @@ class OffloadedOptimizer(ShardedOptimizer):
             return True
         return parameter.grad is not None or self.optimizer.is_updated_without_gradient(group)
 
-    def _build_piece(self, piece: BucketPiece, parts: Sequence[Tensor]) -> ParameterPiece:
+    def _build_piece(
+        self,
+        piece: BucketPiece,
+        parts: Sequence[Tensor],
+        inputs: Mapping[str, _UpdateInputs] | None,
+    ) -> ParameterPiece:
         parameter, group = self._members[piece.name]
-        if self._host_update is not None:
+        local = get_local_tensor(parameter.detach())
+        if inputs is not None:
+            whole, group = inputs[piece.name]
+            gradient = get_local_tensor(whole)
+        elif self._host_update is not None:
             local = self._host_update.get_weights(piece.name)
             gradient = self._host_update.get_gradient(piece.name)
         else:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = get_local_tensor(parameter.detach())
             gradient = get_local_tensor(parameter.grad)
         state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
         state["step"] = self._step_counts[piece.name, piece.first_row]
@@ -315,76 +333,8 @@ class OffloadedOptimizer(ShardedOptimizer):
         return ParameterPiece(piece.name, local, gradient, state, group, first_element)
 
     def close(self) -> None:
-        """Discard the state and free the store. No step may follow."""
-        self.wait_for_update()
+        """Discard the state and free the store. No step may follow, and the weights may be those
+        before the last one."""
+        if self._overlap is not None:
+            self._overlap.close()
         self._stream.close()
-
-
-def offload_optimizer(
-    optimizer: torch.optim.Optimizer,
-    section: OffloadSection,
-    model: OffloadableModel,
-    *,
-    device: torch.device,
-    default_folder: Path,
-    parameters: ParameterOffload | None = None,
-    overlap: UpdateOverlap | None = None,
-) -> OffloadedOptimizer:
-    """Move the states of an optimizer that has taken no step to the section's tier.
-
-    Args:
-        section: Its `update_on` is `device` or `host`; `auto` is the device.
-        default_folder: Folder of the scratch file if the section names none.
-        parameters: Brings parameters and gradients that are elsewhere.
-        overlap: Lets the next forward pass begin during the update.
-
-    Raises:
-        OffloadFailed: the disk has not enough space, or cannot be written.
-    """
-
-    has_host_update = device.type == "cuda" and section.update_on == "host"
-
-    def create_store(partition: StatePartition) -> Store:
-        is_pinned = device.type == "cuda" and not has_host_update
-        if section.optimizer == "host":
-            return HostStore.allocate(partition.segment_bytes, is_pinned=is_pinned)
-        resident_bytes = partition.select_resident_buckets(section.buffer_bytes)
-        return DiskStore(
-            default_folder if section.dir is None else Path(section.dir),
-            partition.segment_bytes,
-            partition.compute_staging_bytes(section.buffer_bytes) - sum(resident_bytes.values()),
-            resident_bytes=resident_bytes,
-            is_pinned=is_pinned,
-        )
-
-    piecewise: Any = optimizer
-    offloaded = OffloadedOptimizer(
-        piecewise,
-        model,
-        create_store,
-        bucket_bytes=section.bucket_bytes,
-        device=device,
-        has_host_update=has_host_update,
-        parameters=parameters,
-        overlap=overlap,
-    )
-    if offloaded.host_update is not None:
-        model.watch_gradients(offloaded.host_update)
-    return offloaded
-
-
-def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str:
-    """Describe in one line where a rank's moments are and what moves."""
-    place = "host memory" if optimizer.tier == "host" else "a scratch file"
-    line = (
-        f"offload: {format_bytes(optimizer.num_bytes)} of optimizer states of this rank are in "
-        f"{place}, in {optimizer.num_buckets} buckets"
-    )
-    if optimizer.tier == "host" and device.type == "cpu":
-        return f"{line}; the device is the CPU, so its memory is the host's and nothing moves"
-    if optimizer.host_update is not None:
-        return (
-            f"{line}; the host updates them, with {format_bytes(optimizer.host_update.num_bytes)} "
-            "of pinned copies of weights and gradients"
-        )
-    return line

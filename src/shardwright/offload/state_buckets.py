@@ -69,6 +69,8 @@ class BucketPiece:
     first_row: int = 0
     num_rows: int | None = None
     row_length: int = 1
+    is_last: bool = True
+    """True if no later bucket has rows of this parameter."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,17 @@ class StatePartition:
         """
         return min(3 * max(buffer_bytes, self.max_bucket_bytes), self.num_bytes)
 
-    def select_resident_buckets(self, buffer_bytes: int) -> dict[int, int]:
+    def select_resident_buckets(self, buffer_bytes: int, unit_bytes: int = 0) -> dict[int, int]:
         """Select the buckets that stay in staging memory between updates; return their bytes.
 
-        All others pass through the rest of it: one buffer, or three buckets if these are larger.
-        The buckets that are read ahead come first, so the update of those that stay leaves time
-        to write them and to read the next ones.
+        All others pass through the rest of it: one buffer, or three buckets or one unit if these
+        are larger. The buckets that are read ahead come first, so the update of those that stay
+        leaves time to write them and to read the next ones.
+
+        Args:
+            unit_bytes: State of a module that is updated while another one computes.
         """
-        rest_bytes = max(buffer_bytes, 3 * self.max_bucket_bytes)
+        rest_bytes = max(buffer_bytes, 3 * self.max_bucket_bytes, unit_bytes)
         resident_bytes = self.compute_staging_bytes(buffer_bytes) - rest_bytes
         resident: dict[int, int] = {}
         for index, bucket in enumerate(self.buckets):
@@ -224,7 +229,8 @@ def _add_divided_parameter(
             width = row_elements[name]
             shape = (count,) if parameter.row_length == 1 else (count, width)
             views[name] = PieceView(index, 0, shape, spec.dtype)
-        piece = BucketPiece(parameter.name, views, first_row, count, parameter.row_length)
+        is_last = first_row + count == num_rows
+        piece = BucketPiece(parameter.name, views, first_row, count, parameter.row_length, is_last)
         partition.buckets.append(StateBucket((piece,), tuple(ranges)))
 
 

@@ -1,75 +1,56 @@
-"""Update on a stream of its own, behind the next forward pass.
+"""Update behind the next forward pass.
 
 [Note: weights that are still updated] With clipping no update begins before the whole gradient is
 known, so nothing in its own step can hide the transfers of moments. The next forward pass can:
 a block reads its own weights only. The update runs in the order in which modules are used, and
-training's stream waits before each module for the update of that module's weights. Gradients are
-kept until then. When a block begins, those of earlier blocks are freed. The same gradients and
-saved tensors were on the device when the block's backward pass ended, so the peak does not rise.
-All other readers and writers of weights and moments call `wait` first.
+each module waits for the update of its own weights. Gradients are kept until then. When a block
+begins, those of earlier blocks are freed. The same gradients and saved tensors were on the device
+when the block's backward pass ended, so the peak does not rise. All other readers and writers of
+weights and moments call `wait` first.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import OffloadFailed
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.optim.sharded_optimizer import UpdateUnit
 
-
-class _UpdatedBucket(NamedTuple):
-    unit: int
-    event: torch.cuda.Event
-    gradients: Sequence[Tensor]
+LaunchedUpdate = Iterator[str]
+"""Update bucket by bucket: before each it returns the name of its first parameter."""
 
 
-class UpdateOverlap:
-    """Stream of the update, and the waits of the modules that read the weights."""
+class UpdateOverlap(ABC):
+    """Waits of the modules that read weights which are still updated."""
 
-    def __init__(
-        self,
-        units: Sequence[UpdateUnit],
-        working_weights: WorkingWeights | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, units: Sequence[UpdateUnit], working_weights: WorkingWeights | None) -> None:
         """
         Args:
             units: in the order of their use; each module waits for all units up to its own.
             working_weights: cast as soon as their parameters are updated.
         """
-        self._device = device
-        # Its short kernels run before those of the forward pass, which would delay the copies.
-        self._stream = torch.cuda.Stream(device, priority=-1)
         self._working_weights = working_weights
         self._units = {name: index for index, unit in enumerate(units) for name in unit.names}
         for index, unit in enumerate(units):
             for module in unit.modules:
                 self._install_wait(module, index)
-        self._updated: deque[_UpdatedBucket] = deque()
-        """Buckets that training's stream has not waited for, in order."""
-        self._events: dict[int, torch.cuda.Event] = {}
-        """End of the last update of each unit."""
-        self._is_pending = False
 
     def get_unit(self, name: str) -> int:
         """Return the unit of a parameter. The update has to follow their order."""
         return self._units[name]
 
-    @contextmanager
-    def launch(self) -> Iterator[None]:
-        """Return the context in which an update is launched, after training's stream."""
-        self.wait()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._is_pending = True
-        with torch.cuda.stream(self._stream):
-            yield
+    @abstractmethod
+    def launch(self, update: LaunchedUpdate) -> None:
+        """Launch an update after the gradients; at least, run it to its first bucket."""
 
+    @abstractmethod
     def end_bucket(
         self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
@@ -80,6 +61,69 @@ class UpdateOverlap:
             complete: those that no later bucket updates.
             gradients: their gradients.
         """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the current stream wait for the whole update and its last copies."""
+
+    @abstractmethod
+    def wait_on(self, unit: int, stream: torch.Stream) -> None:
+        """Make another stream than training's wait for the update of a unit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the update; nothing reads the weights after it."""
+
+    @abstractmethod
+    def _wait_for_unit(self, unit: int) -> None:
+        """Make the current stream wait for the update of all units up to one."""
+
+    def _install_wait(self, module: nn.Module, unit: int) -> None:
+        def wait(_module: nn.Module, _arguments: Any) -> None:
+            self._wait_for_unit(unit)
+
+        # Before the hooks of others, which may read the weights.
+        module.register_forward_pre_hook(wait, prepend=True)
+
+
+class _UpdatedBucket(NamedTuple):
+    unit: int
+    event: torch.cuda.Event
+    gradients: Sequence[Tensor]
+
+
+class StreamedUpdate(UpdateOverlap):
+    """Update that is launched at once on a stream of its own; the host waits for nothing."""
+
+    def __init__(
+        self,
+        units: Sequence[UpdateUnit],
+        working_weights: WorkingWeights | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(units, working_weights)
+        self._device = device
+        # Its short kernels run before those of the forward pass, which would delay the copies.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._updated: deque[_UpdatedBucket] = deque()
+        """Buckets that training's stream has not waited for, in order."""
+        self._events: dict[int, torch.cuda.Event] = {}
+        """End of the last update of each unit."""
+        self._is_pending = False
+
+    def launch(self, update: LaunchedUpdate) -> None:
+        """Launch the whole update, after training's stream."""
+        self.wait()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._is_pending = True
+        with torch.cuda.stream(self._stream):
+            for _ in update:
+                pass
+
+    def end_bucket(
+        self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Note the event of a bucket, and keep its gradients."""
         if self._working_weights is not None:
             self._working_weights.update(complete)
         event = self._stream.record_event()
@@ -94,17 +138,14 @@ class UpdateOverlap:
             self._updated.clear()
             self._is_pending = False
 
-    def wait_on(self, unit: int, stream: torch.cuda.Stream) -> None:
+    def wait_on(self, unit: int, stream: torch.Stream) -> None:
         """Make another stream than training's wait for the update of a unit."""
         if unit in self._events:
             stream.wait_event(self._events[unit])
 
-    def _install_wait(self, module: nn.Module, unit: int) -> None:
-        def wait(_module: nn.Module, _arguments: Any) -> None:
-            self._wait_for_unit(unit)
-
-        # Before the hooks of others, which may read the weights.
-        module.register_forward_pre_hook(wait, prepend=True)
+    def close(self) -> None:
+        """Wait for the update, which reads and writes host memory."""
+        self.wait()
 
     def _wait_for_unit(self, unit: int) -> None:
         """Make the current stream wait for the update of all units up to one.
@@ -114,3 +155,72 @@ class UpdateOverlap:
         while self._updated and self._updated[0].unit <= unit:
             torch.cuda.current_stream(self._device).wait_event(self._updated[0].event)
             self._updated.popleft()
+
+
+class DeferredUpdate(UpdateOverlap):
+    """Update of which the host runs, before each module, what the module's weights need.
+
+    For transfers that the host waits for: the next ones run while it computes the module, or
+    while the device does. The update runs on the current stream.
+    """
+
+    def __init__(self, units: Sequence[UpdateUnit], working_weights: WorkingWeights | None) -> None:
+        super().__init__(units, working_weights)
+        self._last_unit = len(units) - 1
+        self._update: LaunchedUpdate | None = None
+        """The rest of the last update; None if it has ended."""
+        self._following_unit = 0
+        """First unit of the next bucket."""
+        self._is_incomplete = False
+        """True if the update has failed."""
+
+    def launch(self, update: LaunchedUpdate) -> None:
+        """Run an update to its first bucket."""
+        self.wait()
+        if self._working_weights is not None:
+            # The forward pass casts no weight before its update.
+            self._working_weights.mark_current()
+        self._update = update
+        self._run_to_next_bucket(update)
+
+    def end_bucket(
+        self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Cast the working weights of a bucket."""
+        if self._working_weights is not None:
+            self._working_weights.mark_changed(complete)
+            self._working_weights.update(complete)
+
+    def wait(self) -> None:
+        """Run the rest of the update."""
+        self._wait_for_unit(self._last_unit)
+
+    def wait_on(self, unit: int, stream: torch.Stream) -> None:
+        """Run the update of a unit, and make another stream wait for it."""
+        self._wait_for_unit(unit)
+        if isinstance(stream, torch.cuda.Stream):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    def close(self) -> None:
+        """Drop the rest of the update."""
+        self._update = None
+
+    def _wait_for_unit(self, unit: int) -> None:
+        """Run the update of all units up to one.
+
+        Raises:
+            OffloadFailed: the update failed, now or before.
+        """
+        if self._is_incomplete:
+            raise OffloadFailed("the last update of offloaded states has failed")
+        while self._update is not None and self._following_unit <= unit:
+            self._run_to_next_bucket(self._update)
+
+    def _run_to_next_bucket(self, update: LaunchedUpdate) -> None:
+        self._is_incomplete = True
+        name = next(update, None)
+        self._is_incomplete = False
+        if name is None:
+            self._update = None
+        else:
+            self._following_unit = self._units[name]

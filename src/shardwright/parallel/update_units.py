@@ -17,7 +17,7 @@ from shardwright.optim.sharded_optimizer import UpdateUnit
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.sharded_weights import list_block_groups, list_parameter_groups
 
-UnitWait = Callable[[int, torch.cuda.Stream], None]
+UnitWait = Callable[[int, torch.Stream], None]
 """Lets a stream wait for the update of a unit."""
 
 

@@ -210,7 +210,7 @@ class Candidate:
         has_weight_maxima = shares is not None and shares.spanning is not None
         return (
             self.engine.overlaps_offloaded_update
-            and self.optimizer_tier == "host"
+            and self.optimizer_tier != "none"
             and not self.is_updated_on_host
             and (self.parameter_offload == "none" or self.adapter is not None)
             and self.can_offload_trained

@@ -33,15 +33,28 @@ def get_host_memory_rate(profile: MeasuredProfile | None) -> float:
     return measured or _HOST_MEMORY_BYTES_PER_SECOND
 
 
-def count_moving_moments(candidate: Candidate, num_bytes: float) -> float:
+def count_moving_moments(candidate: Candidate, num_bytes: float, layer_bytes: float = 0.0) -> float:
     """Count the bytes of a rank's moments that an update reads, and as many that it writes.
 
-    Two buffers keep theirs from step to step on disk (docs/decisions/0171-buckets-that-stay.md).
+    On disk the staging memory beyond `compute_ring_bytes` keeps its moments from step to step
+    (docs/decisions/0171-buckets-that-stay.md).
     """
     if candidate.optimizer_tier != "disk":
         return num_bytes
-    resident_bytes = candidate.resident_state_bytes
-    return min(num_bytes, max(resident_bytes / 2, num_bytes - resident_bytes))
+    ring_bytes = compute_ring_bytes(candidate, layer_bytes)
+    resident_bytes = 1.5 * candidate.resident_state_bytes - ring_bytes
+    return min(num_bytes, max(ring_bytes, num_bytes - resident_bytes))
+
+
+def compute_ring_bytes(candidate: Candidate, layer_bytes: float) -> float:
+    """Compute the staging memory through which moments on disk pass: of three buffers one, or more
+    for those of a layer.
+
+    Args:
+        layer_bytes: Moments of a layer that are transferred while another one computes.
+    """
+    buffer_bytes = candidate.resident_state_bytes / 2
+    return min(3 * buffer_bytes, max(buffer_bytes, layer_bytes))
 
 
 def compute_host_update_seconds(
@@ -78,7 +91,7 @@ def compute_host_update_seconds(
 
 
 def compute_exposed_update_seconds(
-    update_seconds: float, first_share: float, forward_seconds: float, num_layers: int
+    update_seconds: float, first_share: float, hidden_seconds: float
 ) -> float:
     """Compute the seconds by which an update extends the forward pass that follows it.
 
@@ -86,9 +99,8 @@ def compute_exposed_update_seconds(
 
     Args:
         first_share: Share of the update that the first layer waits for.
-        forward_seconds: Time of the forward pass of a micro-batch, without the update.
+        hidden_seconds: Time of the transfers during the forward pass of all layers but one.
     """
-    hidden_seconds = forward_seconds * (num_layers - 1) / num_layers
     return max(first_share * update_seconds, update_seconds - hidden_seconds)
 
 

@@ -56,20 +56,20 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
 
 
 def find_overlap_obstacle(
-    recipe: Recipe, shape: ModelShape, *, has_weight_maxima: bool = False
+    recipe: Recipe, shape: ModelShape, *, is_cuda: bool = True, has_weight_maxima: bool = False
 ) -> str | None:
-    """Return why a forward pass on a GPU cannot begin during the update of offloaded states.
+    """Return why a forward pass cannot begin during the update of offloaded states.
 
     None if it can. `Candidate.overlaps_update` has the same conditions, but not those of peers and
     of transformers' classes.
 
     Args:
+        is_cuda: True if the weights are on a GPU.
         has_weight_maxima: True if a step begins with maxima of all weights.
     """
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
     obstacles = {
-        "the host waits for the disk": recipe.offload.optimizer == "disk",
-        "the host updates": choose_update_place(recipe).place == "host",
+        "the host updates": is_cuda and choose_update_place(recipe).place == "host",
         "weights return to their tier after it": recipe.has_offloaded_trained_weights,
         f"{recipe.optimizer.name} needs whole matrices of all ranks": not costs.can_update_on_host,
         "zeros of matrices are restored after it": recipe.model.keep_zeros,

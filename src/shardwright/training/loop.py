@@ -259,7 +259,7 @@ class TrainingLoop:
             rows_beyond_limit=loss.rows_beyond_limit,
             read_along=tuple(numbers.values()),
             times=self.rank_metrics.step_times,
-            overlaps_forward=True,
+            overlaps_forward=not self.policy.may_read_weights(state.step + 1),
         )
         return updated, dict(zip(numbers, updated.read_values, strict=True))
 

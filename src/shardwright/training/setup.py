@@ -34,9 +34,11 @@ from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_se
 from shardwright.numerics.precision import LossScaler
 from shardwright.offload import (
     ActivationOffload,
+    DeferredUpdate,
     OffloadedOptimizer,
     ParameterOffload,
     ShardOffload,
+    StreamedUpdate,
     UpdateOverlap,
     WeightOffload,
     build_activation_offload,
@@ -302,16 +304,20 @@ def _offload_states(
     overlap = None
     if device.type == "cuda":
         logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
+    elif recipe.offload.update_on == "host":
+        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
+    if device.type == "cuda" or recipe.offload.optimizer == "disk":
         obstacle = find_overlap_obstacle(
-            recipe, validated_run.shape, has_weight_maxima=model.weight_maxima is not None
+            recipe,
+            validated_run.shape,
+            is_cuda=device.type == "cuda",
+            has_weight_maxima=model.weight_maxima is not None,
         )
         if obstacle is None:
-            overlap = overlap_update(model)
+            overlap = overlap_update(model, is_deferred=recipe.offload.optimizer == "disk")
             logger.info("offload: the next forward pass begins during the update")
         else:
             logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
-    elif recipe.offload.update_on == "host":
-        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
     offloaded = offload_optimizer(
         optimizer,
         recipe.offload.model_copy(update={"update_on": choice.place}),
@@ -325,9 +331,19 @@ def _offload_states(
     return offloaded
 
 
-def overlap_update(model: ParallelModel) -> UpdateOverlap:
-    """Let each module, and each gather, wait for the update of its own weights only."""
-    overlap = UpdateOverlap(list_update_units(model), model.decoder.working_weights, model.device)
+def overlap_update(model: ParallelModel, *, is_deferred: bool) -> UpdateOverlap:
+    """Let each module, and each gather, wait for the update of its own weights only.
+
+    Args:
+        is_deferred: True if the host waits for the transfers of the update.
+    """
+    units = list_update_units(model)
+    working_weights = model.decoder.working_weights
+    overlap = (
+        DeferredUpdate(units, working_weights)
+        if is_deferred
+        else StreamedUpdate(units, working_weights, model.device)
+    )
     wait_before_gathers(model, overlap.wait_on)
     return overlap
 

@@ -126,10 +126,13 @@ class StepPolicy:
 
     def may_act(self, step: int, update: StepUpdate) -> bool:
         """Return True if `apply` may do more after this step than note that it succeeded."""
+        return update.is_skipped or self.may_read_weights(step)
+
+    def may_read_weights(self, step: int) -> bool:
+        """Return True if `apply` may read the weights after this step without a stop request."""
         recipe = self.context.recipe
         return (
-            update.is_skipped
-            or recipe.elastic.rollback is not None
+            recipe.elastic.rollback is not None
             or step == self.context.validated_run.total_steps
             or (self.has_validation and _is_due(step, recipe.evaluation.every_steps))
             or _is_due(step, recipe.checkpoint.every_steps)

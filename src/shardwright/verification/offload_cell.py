@@ -18,9 +18,10 @@ from shardwright.config.offload import NOT_OFFLOADED, OffloadSection
 from shardwright.layout import Layout
 from shardwright.offload import ParameterOffload, offload_optimizer
 from shardwright.optim import build_optimizer, collect_optimizer_moments
+from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
-from shardwright.training.setup import offload_activations, offload_weights
+from shardwright.training.setup import offload_activations, offload_weights, overlap_update
 from shardwright.training.step import update_parameters
 from shardwright.verification.cell import MutationContext, accumulate_step, build_model
 from shardwright.verification.comparison import (
@@ -93,6 +94,15 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
     )
     activations = offload_activations(model, section, plan, folder)
     store = None
+    overlap = None
+    if (
+        section.optimizer == "disk"
+        and isinstance(optimizer, UpdateByPiece)
+        and not optimizer.has_collectives
+        and not isinstance(weights, ParameterOffload)
+        and model.weight_maxima is None
+    ):
+        overlap = overlap_update(model, is_deferred=True)
     if section.optimizer != "none":
         store = optimizer = offload_optimizer(
             optimizer,
@@ -101,6 +111,7 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
             device=_DEVICE,
             default_folder=folder,
             parameters=weights if isinstance(weights, ParameterOffload) else None,
+            overlap=overlap,
         )
     run = _Run({}, {}, [], [], {})
     for step, rate in enumerate(LEARNING_RATES):
@@ -112,6 +123,7 @@ def _train(problem: VerificationProblem, plan: Plan, section: OffloadSection, fo
             max_grad_norm=_MAX_GRAD_NORM,
             router_table=loss.router_table,
             rows_beyond_limit=loss.rows_beyond_limit,
+            overlaps_forward=True,
         )
         run.losses.append(loss.mean())
         run.norms.append(update.gradient_norm)

@@ -106,7 +106,7 @@ def _train_on(
             model,
             device=cuda,
             default_folder=folder,
-            overlap=overlap_update(model) if is_overlapped else None,
+            overlap=overlap_update(model, is_deferred=False) if is_overlapped else None,
         )
     data_rank = RankGrid(case.layout).data_rank(rank)
     outcome = Outcome()

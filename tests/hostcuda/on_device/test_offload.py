@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.layout import Layout
-from shardwright.offload import OffloadedOptimizer, UpdateOverlap, offload_optimizer
+from shardwright.offload import OffloadedOptimizer, StreamedUpdate, offload_optimizer
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
 from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
@@ -36,6 +36,8 @@ RULES: dict[str, dict[str, Any]] = {
 }
 OVERLAPPED = "overlapped"
 """Moments in host memory, and an update that overlaps with the next forward pass."""
+DEFERRED = "deferred"
+"""Moments on disk, and an update of which each block runs a part."""
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Outcome:
 
 
 def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
-    """Train a few steps; with a tier, or `OVERLAPPED`, the moments are offloaded."""
+    """Train a few steps; with a tier, `OVERLAPPED` or `DEFERRED`, the moments are offloaded."""
     gc.collect()  # what other runs left counts at the peak
     case = Case(Layout(), kind=kind, sections={"optimizer": RULES[rule]})
     recipe = case.make_recipe()
@@ -67,9 +69,13 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
     )
     if tier != "none":
         offload = OffloadSection.model_validate(
-            {"optimizer": tier if tier == "disk" else "host", "buffer_bytes": 16384}
+            {"optimizer": "disk" if tier in ("disk", DEFERRED) else "host", "buffer_bytes": 16384}
         )
-        overlap = overlap_update(model) if tier == OVERLAPPED else None
+        overlap = (
+            overlap_update(model, is_deferred=tier == DEFERRED)
+            if tier in (OVERLAPPED, DEFERRED)
+            else None
+        )
         optimizer = offload_optimizer(
             optimizer, offload, model, device=cuda, default_folder=folder, overlap=overlap
         )
@@ -111,21 +117,22 @@ def test_offloaded_states_have_the_bits_of_resident_ones_and_the_host_does_not_w
     tmp_path: Path, rule: str
 ) -> None:
     expected = train(tmp_path, rule, "none")
-    for tier in ("host", "disk") + (() if rule == "muon" else (OVERLAPPED,)):
+    for tier in ("host", "disk") + (() if rule == "muon" else (OVERLAPPED, DEFERRED)):
         got = train(tmp_path, rule, tier)
         assert find_differences(expected, got) == []
         assert got.num_buckets > 20
-        if tier != "disk":
+        if tier in ("host", OVERLAPPED):
             assert got.waits == expected.waits
 
 
 def test_an_overlapped_update_casts_working_weights_and_needs_no_further_memory(
     tmp_path: Path,
 ) -> None:
-    expected = train(tmp_path, "adamw", "host", kind="bf16")
-    got = train(tmp_path, "adamw", OVERLAPPED, kind="bf16")
-    assert find_differences(expected, got) == []
-    assert got.peak_bytes <= expected.peak_bytes
+    for tier, overlapped in (("host", OVERLAPPED), ("disk", DEFERRED)):
+        expected = train(tmp_path, "adamw", tier, kind="bf16")
+        got = train(tmp_path, "adamw", overlapped, kind="bf16")
+        assert find_differences(expected, got) == []
+        assert got.peak_bytes <= expected.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -141,14 +148,14 @@ def test_passes_and_readers_wait_for_an_overlapped_update(
 ) -> None:
     """A pass, or a reader, that does not wait for the update, and gradients freed too early."""
     if method == "gradients":
-        end_bucket = UpdateOverlap.end_bucket
+        end_bucket = StreamedUpdate.end_bucket
 
-        def forget(self: UpdateOverlap, unit: int, complete: Any, gradients: Any) -> None:
+        def forget(self: StreamedUpdate, unit: int, complete: Any, gradients: Any) -> None:
             end_bucket(self, unit, complete, ())
 
-        monkeypatch.setattr(UpdateOverlap, "end_bucket", forget)
+        monkeypatch.setattr(StreamedUpdate, "end_bucket", forget)
     else:
-        monkeypatch.setattr(UpdateOverlap, method, lambda *_: None)
+        monkeypatch.setattr(StreamedUpdate, method, lambda *_: None)
     with pytest.raises((RuntimeError, AssertionError), match=message):
         train(tmp_path, "adamw", OVERLAPPED)
     gc.collect()

@@ -14,6 +14,7 @@ from shardwright.offload.activation_store import ScratchStore
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.parameter_offload import ParameterOffload
 from shardwright.offload.trained_block import TrainedBlock
+from shardwright.offload.update_overlap import DeferredUpdate
 
 
 @contextmanager
@@ -46,6 +47,16 @@ def lose_updates_of_weights() -> Iterator[None]:
 def forget_scale_of_gradients() -> Iterator[None]:
     """Update with gradients from the store as they were before clipping."""
     with patch.object(ParameterOffload, "scale_gradients", lambda _self, _factor: None):
+        yield
+
+
+@contextmanager
+def read_weights_before_their_update() -> Iterator[None]:
+    """Let no module and no gather wait for an update that overlaps with the forward pass."""
+    with (
+        patch.object(DeferredUpdate, "_install_wait", lambda *_: None),
+        patch.object(DeferredUpdate, "wait_on", lambda *_: None),
+    ):
         yield
 
 

@@ -194,6 +194,17 @@ BUGS: dict[str, list[Bug]] = {
             (offload.forget_scale_of_gradients, "weights"),
             (offload.read_saved_tensors_early, "norms"),
         )
+    ]
+    + [
+        Bug(
+            None,
+            offload.read_weights_before_their_update,
+            DEEP_LLAMA,
+            ZERO_3,
+            PLAIN,
+            "losses with offloading",
+            offload={"optimizer": "disk", "buffer_bytes": 4096},
+        )
     ],
     "pipeline": [
         Bug(10, pipeline.rescale_in_every_stage, DEEP_LLAMA, PIPE, PIPELINED, "gradient"),

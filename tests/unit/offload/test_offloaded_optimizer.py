@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import errno
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.config.offload import OffloadSection
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import OffloadFailed
-from shardwright.offload import OffloadedOptimizer
+from shardwright.offload import DeferredUpdate, OffloadedOptimizer
+from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.disk_store import DiskStore
-from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
+from shardwright.offload.state_buckets import (
+    PAGE_BYTES,
+    OffloadedParameter,
+    StatePartition,
+    partition_state,
+)
 from shardwright.offload.store import HostStore, Store
 from shardwright.optim import (
     build_optimizer,
@@ -26,6 +33,7 @@ from shardwright.optim import (
     load_optimizer_values,
     set_learning_rate,
 )
+from shardwright.optim.sharded_optimizer import StateSpec, UpdateUnit
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
 
 RULES: dict[str, dict[str, Any]] = {
@@ -47,9 +55,18 @@ class Run:
     """Parameters and an optimizer with gradients that depend on the step and the name only."""
 
     def __init__(
-        self, rule: str, folder: Path | None = None, *, tier: str | None = None, frozen: str = ""
+        self,
+        rule: str,
+        folder: Path | None = None,
+        *,
+        tier: str | None = None,
+        frozen: str = "",
+        is_deferred: bool = False,
     ) -> None:
         self.parameters = make_parameters()
+        self.modules = {name: nn.Identity() for name in self.parameters}
+        """The module that reads each parameter, in the order of their use."""
+        units = [UpdateUnit(frozenset({name}), (self.modules[name],)) for name in self.parameters]
         if frozen:
             self.parameters[frozen].requires_grad_(False)
         model = SingleProcessModel()
@@ -82,6 +99,7 @@ class Run:
                 create_store,
                 bucket_bytes=BUFFER_BYTES,
                 device=torch.device("cpu"),
+                overlap=DeferredUpdate(units, None) if is_deferred else None,
             )
 
     def step(self, number: int, *, without: str = "") -> None:
@@ -128,6 +146,43 @@ def test_weights_moments_and_counts_are_those_of_a_resident_run(
     assert_same(resident, offloaded)
     offloaded.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "sgd with momentum"])
+def test_a_deferred_update_runs_as_far_as_a_module_needs_it(tmp_path: Path, rule: str) -> None:
+    resident = Run(rule)
+    deferred = Run(rule, tmp_path, tier="disk", is_deferred=True)
+    names = list(deferred.parameters)
+    for number in range(NUM_STEPS):
+        for run in (resident, deferred):
+            run.step(number)
+            run.optimizer.zero_grad()
+            set_learning_rate(run.optimizer, 7.0)  # of a later step
+        before = deferred.parameters[names[-1]].detach().clone()
+        for name in names[:-2]:  # two are used by no forward pass
+            deferred.modules[name](None)
+            assert torch.equal(deferred.parameters[name], resident.parameters[name])
+            assert torch.equal(deferred.parameters[names[-1]], before)
+    assert_same(resident, deferred)
+    deferred.close()
+
+
+def test_a_failed_update_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("adamw", tmp_path, tier="disk", is_deferred=True)
+    run.step(0)
+    run.step(1)
+
+    def fail(*_arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Disk, "read_at", fail)
+    with pytest.raises(OffloadFailed, match="could not be read"):
+        run.modules[list(run.parameters)[-1]](None)
+    with pytest.raises(OffloadFailed, match="has failed"):
+        run.collect()
+    with pytest.raises(OffloadFailed, match="has failed"):
+        run.step(2)
+    run.close()
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon", "adamw_8bit"])
@@ -200,6 +255,36 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
     assert all(place.offset_bytes % PAGE_BYTES == 0 for place in places)
     assert all(place.buffer_bytes % PAGE_BYTES == 0 for place in places)
     run.close()
+
+
+def test_an_update_ends_if_buckets_of_many_sizes_do_not_fit_next_to_each_other(
+    tmp_path: Path,
+) -> None:
+    """The first update reads buckets that stay, while others wait for memory behind them."""
+    parameters = []
+    for index, num_pages in enumerate((3, 3, 4, 3, 3, 3, 2, 1, 1, 3, 2, 4, 2, 2, 2)):
+        spec = StateSpec((num_pages * PAGE_BYTES // 4,), torch.float32)
+        parameters.append(OffloadedParameter(str(index), spec.shape[0], 1, {"sum": spec}))
+    partition = partition_state(parameters, 4 * PAGE_BYTES)
+    resident_bytes = partition.select_resident_buckets(8 * PAGE_BYTES)
+    capacity_bytes = partition.compute_staging_bytes(8 * PAGE_BYTES) - sum(resident_bytes.values())
+    store = DiskStore(
+        tmp_path, partition.segment_bytes, capacity_bytes, resident_bytes=resident_bytes
+    )
+    stream = BucketStream(partition, store, None)
+
+    def update() -> None:
+        stream.begin(range(len(partition.buckets)))
+        for index in range(len(partition.buckets)):
+            with stream.open_bucket(index):
+                pass
+        stream.end()
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    stream.close()
 
 
 def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
     assert resident.time.optimizer < host.time.optimizer < disk.time.optimizer
     hidden_seconds = STATE_BYTES / 25e9 - host.time.optimizer
     assert 0.3 < hidden_seconds / host.time.compute < 0.45  # that of the forward pass
-    # Two buffers keep their moments.
-    moving_bytes = disk.memory.offloaded - 2 * 64 * 2**20
-    assert disk.time.optimizer == pytest.approx(moving_bytes / 1e9, rel=1e-4)
+    # The moments of a layer are more than three buffers, so none stay in them.
+    disk_hidden_seconds = disk.memory.offloaded / 1e9 - disk.time.optimizer
+    assert disk_hidden_seconds == pytest.approx(hidden_seconds, rel=1e-3)
     assert host.time.compute == resident.time.compute
 
 
@@ -92,7 +92,7 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
         ({}, None),
         ({"adapters": {"rank": 8}, "offload": {"optimizer": "host", "parameters": "host"}}, None),
         ({"optimizer": {"name": "adafactor"}}, "adafactor needs whole matrices of all ranks"),
-        ({"offload": {"optimizer": "disk"}}, "the host waits for the disk"),
+        ({"offload": {"optimizer": "disk"}}, None),
         (
             {"offload": {"optimizer": "host", "parameters": "host"}},
             "weights return to their tier after it",
@@ -150,12 +150,15 @@ def test_an_update_on_the_host_takes_the_time_of_host_memory_and_no_staging(
     assert by_place["host", "device"].time.optimizer == pytest.approx(STATE_BYTES / 20e9, rel=0.01)
     # Both places wait for the disk.
     for place in ("device", "host"):
-        assert by_place["disk", place].time.optimizer >= (STATE_BYTES - 2 * 64 * 2**20) / 4e9
+        hidden_seconds = by_place["disk", place].time.compute / 3
+        moving_bytes = STATE_BYTES - 2 * 64 * 2**20
+        assert by_place["disk", place].time.optimizer >= moving_bytes / 4e9 - hidden_seconds
 
 
+@pytest.mark.parametrize("layer_bytes", [0, 100 * 2**20])
 @pytest.mark.parametrize("num_buffers", [0.5, 1.5, 2.5, 3.5, 10])
 def test_as_many_moments_are_planned_to_move_as_do_not_stay_in_staging_memory(
-    num_buffers: float,
+    num_buffers: float, layer_bytes: int
 ) -> None:
     section = OffloadSection(optimizer="disk")
     buffer_bytes = section.buffer_bytes
@@ -164,10 +167,10 @@ def test_as_many_moments_are_planned_to_move_as_do_not_stay_in_staging_memory(
     moments = OffloadedParameter("weight", num_elements, 1, {"exp_avg": spec, "exp_avg_sq": spec})
     partition = partition_state([moments], section.bucket_bytes)
     moving_bytes = partition.num_bytes - sum(
-        partition.select_resident_buckets(buffer_bytes).values()
+        partition.select_resident_buckets(buffer_bytes, layer_bytes).values()
     )
     candidate = build_template(build_recipe(offload={"optimizer": "disk"}))
-    planned_bytes = offload_costs.count_moving_moments(candidate, partition.num_bytes)
+    planned_bytes = offload_costs.count_moving_moments(candidate, partition.num_bytes, layer_bytes)
     assert planned_bytes == pytest.approx(moving_bytes, abs=section.bucket_bytes)
 
 

@@ -37,8 +37,8 @@ NUM_GROUPS = 12
 Build = Callable[..., Recipe]
 KINDS: dict[str, tuple[Build, Build]] = {
     "states": (
-        partial(test_offload_run.build_run, tier="none"),
-        partial(test_offload_run.build_run, tier="disk"),
+        partial(test_offload_run.build_run, tier="none", every_steps=2),
+        partial(test_offload_run.build_run, tier="disk", every_steps=2),
     ),
     "trained weights": (
         partial(test_trained_offload_run.build_run, offload={}, max_steps=2),

@@ -30,11 +30,18 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_run(folder: Path, run: str, tier: str, *, max_steps: int = 4) -> Recipe:
+def build_run(
+    folder: Path, run: str, tier: str, *, max_steps: int = 4, every_steps: int = 1
+) -> Recipe:
+    """Build a run that saves and evaluates every so many steps. In between updates overlap."""
     recipe = build_recipe(folder, run, max_steps=max_steps, schedule="constant")
     return Recipe.model_validate(
         recipe.model_dump(mode="json", exclude_unset=True)
-        | {"offload": TIERS[tier], "checkpoint": {"every_steps": 1, "keep_last": 9}}
+        | {
+            "offload": TIERS[tier],
+            "checkpoint": {"every_steps": every_steps, "keep_last": 9},
+            "evaluation": {"every_steps": every_steps},
+        }
     )
 
 
@@ -209,8 +216,9 @@ def test_events_state_the_bytes_of_each_tier_and_the_log_the_hidden_share(
         for step in steps
     )
     lines = [line for line in caplog.messages if line.startswith("offload:")]
-    assert "in a scratch file" in lines[0]
-    assert "of the transfer time was hidden" in lines[1]
+    assert "begins during the update" in lines[0]
+    assert "in a scratch file" in lines[1]
+    assert "of the transfer time was hidden" in lines[2]
 
 
 def test_host_and_device_are_the_same_on_a_cpu(

@@ -110,16 +110,20 @@ class WorkingWeights:
         """Return the working weight of a parameter; None if it has none."""
         return self._weights.get(parameter)
 
-    def mark_changed(self) -> None:
-        """State that all parameters may have changed."""
-        for weight in self._weights.values():
+    def mark_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """State that the parameters (default: all) may have changed."""
+        for weight in self._select(parameters):
             weight.mark_changed()
+
+    def mark_current(self) -> None:
+        """State that all copies have the values of their parameters."""
+        for weight in self._weights.values():
+            weight.mark_current()
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Cast those of the parameters (default: all) that have changed, in one call."""
-        weights = self._weights.values() if parameters is None else map(self.find, parameters)
-        stale = [weight for weight in weights if weight is not None and not weight.is_current]
+        stale = [weight for weight in self._select(parameters) if not weight.is_current]
         if not stale:
             return
         torch._foreach_copy_(
@@ -127,6 +131,11 @@ class WorkingWeights:
         )
         for weight in stale:
             weight.mark_current()
+
+    def _select(self, parameters: Iterable[Tensor] | None) -> list[WorkingWeight]:
+        if parameters is None:
+            return list(self._weights.values())
+        return [weight for weight in map(self.find, parameters) if weight is not None]
 
 
 def declare_working_weight(module: nn.Module, *names: str) -> None:

@@ -18,6 +18,7 @@ from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import (
     compute_exposed_update_seconds,
     compute_host_update_seconds,
+    compute_ring_bytes,
     compute_transfer_seconds,
     count_moving_moments,
     get_transfer_rate,
@@ -266,7 +267,12 @@ def _compute_update_seconds(
             candidate, num_elements, moved_bytes, backward_seconds, profile
         )
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
-    moments = count_moving_moments(candidate, num_elements * state_bytes)
+    first_elements = count_first_elements(costs, load)
+    num_layers = max(1, sum(load.layers))
+    layer_bytes = 0.0
+    if candidate.overlaps_update:
+        layer_bytes = state_bytes * (num_elements - first_elements) / max(1, num_layers - 1)
+    moments = count_moving_moments(candidate, num_elements * state_bytes, layer_bytes)
     if moved.gradients:
         arriving = moved.weights + moved.gradients
         return max(
@@ -279,18 +285,18 @@ def _compute_update_seconds(
                 profile,
             ),
         )
+    is_on_disk = candidate.optimizer_tier == "disk"
+    rate = get_transfer_rate("disk" if is_on_disk else "host", profile)
     update_seconds = candidate.engine.compute_offloaded_update_seconds(
-        seconds,
-        num_elements,
-        moments,
-        get_transfer_rate("disk" if candidate.offload == "optimizer_disk" else "host", profile),
-        costs.network.cluster.gpus_per_node,
+        seconds, num_elements, moments, rate, costs.network.cluster.gpus_per_node
     )
     if not candidate.overlaps_update:
         return update_seconds
-    return compute_exposed_update_seconds(
-        update_seconds,
-        count_first_elements(costs, load) / num_elements,
-        forward_seconds,
-        max(1, sum(load.layers)),
+    hidden_seconds = forward_seconds / num_layers
+    if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
+        hidden_seconds = min(hidden_seconds, compute_ring_bytes(candidate, layer_bytes) / rate)
+    exposed_seconds = compute_exposed_update_seconds(
+        update_seconds, first_elements / num_elements, hidden_seconds * (num_layers - 1)
     )
+    # The update of moments on disk itself runs on training's stream.
+    return max(exposed_seconds, seconds) if is_on_disk else exposed_seconds
