@@ -26,9 +26,10 @@ def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time. Of
     activations that are offloaded more than two layers are needed: two stay on the device.
     """
+    cells = [replace(cell, offload=NOT_OFFLOADED) for cell in cells if not cell.is_compiled]
     cells = [
         replace(cell, offload=offload, num_layers=choose_num_layers(cell.layout, offload))
-        for cell in dict.fromkeys(replace(cell, offload=NOT_OFFLOADED) for cell in cells)
+        for cell in dict.fromkeys(cells)
         for offload in (NOT_OFFLOADED, *list_offloads(cell.layout))
     ]
     costs = {cell: estimate_cost(cell) for cell in cells}

@@ -170,6 +170,8 @@ def verify(
 ) -> VerificationReport:
     """Compare loss, raw gradients, gradient norm and updated weights of layouts with one process.
 
+    Layouts compile what a run of the recipe compiles on this machine.
+
     Args:
         layouts: such as `zero_stage=3`; default every layout of data ranks.
         max_ranks: most ranks to start, all on this machine's CPU.
@@ -204,7 +206,7 @@ def verify(
     )
     list_cases = choose_hf_cases if isinstance(shape, HFShape) else choose_cases
     on_start(choose_planned_precision(loaded))
-    with RankPool() as pool:
+    with RankPool(timeout_seconds=300.0) as pool:  # compiling takes long
         return verify_layouts(
             loaded,
             shape,

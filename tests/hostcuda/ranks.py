@@ -219,7 +219,6 @@ def run_on_device(case: Case) -> tuple[list[float], dict[tuple[str, str], int]]:
     from tests.hostcuda import device as test_device
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.cuda.set_device(rank)
     counts: dict[tuple[str, str], int] = {}
 
     def measure(step: Callable[[], None]) -> None:
@@ -228,7 +227,9 @@ def run_on_device(case: Case) -> tuple[list[float], dict[tuple[str, str], int]]:
         counts.update(log)
 
     data_rank = RankGrid(case.layout).data_rank(rank)
-    losses = run_steps(case, case.layout, torch.device("cuda", rank), [data_rank], measure)
+    device = torch.device("cuda", rank)
+    with torch.cuda.device(device):  # other tests of this process expect the first one
+        losses = run_steps(case, case.layout, device, [data_rank], measure)
     violations = test_device.list_violations()
     assert not violations, violations
     return losses, counts

@@ -9,24 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from shardwright.verification.compiled_code import let_compiler_trace_groups
 from shardwright.verification.local_group import BACKEND
 from shardwright.verification.rank_pool import RankPool
 from shardwright.verification.reference import write_reference
 
 __all__ = ["RankPool", "SharedReferencePool"]
 
-try:
-    from torch._dynamo.variables.distributed import ProcessGroupVariable
-except ImportError:
-    pass
-else:
-    # The compiler of torch 2.11 traces torch's own classes of process groups, which runs have, but
-    # no subclass, which the ranks of this pool have.
-    ProcessGroupVariable.is_process_group = staticmethod(
-        lambda value: isinstance(value, dist.ProcessGroup)
-    )
+let_compiler_trace_groups()
 
 
 class SharedReferencePool(RankPool):

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.cli.main import run
 from shardwright.config.layout import LayoutSection
 from shardwright.layout import Layout
+from shardwright.model import Decoder
+from shardwright.model.mlp import FeedForward
 from shardwright.verification.cases import (
     VERIFICATION_DTYPES,
     VerificationCase,
     choose_cases,
     choose_layouts,
 )
+from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, build_recipe
+from tests.multiprocess.assertions import assert_detected
+from tests.multiprocess.models import GPT2, LLAMA, QWEN3, TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 
 
@@ -44,9 +53,17 @@ def verify_layouts(
     **options: Any,
 ) -> VerificationReport:
     dtypes = options.pop("dtypes", ["float64"])
+    mutation = options.pop("mutation", None)
     recipe = build_recipe(config, **options)
     return verify(
-        recipe, read_recipe_shape(recipe), layouts, cases, dtypes, sequence_length=12, pool=ranks
+        recipe,
+        read_recipe_shape(recipe),
+        layouts,
+        cases,
+        dtypes,
+        sequence_length=12,
+        pool=ranks,
+        mutation=mutation,
     )
 
 
@@ -127,6 +144,74 @@ def test_frozen_parameters_stay_and_have_no_gradient(ranks: RankPool, layout: La
     assert report.passed, list_failures(report)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Identity whose backward pass loses the gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.zeros_like(gradients[0])
+
+
+@contextmanager
+def run_graphs_without_kernels() -> Iterator[None]:
+    """Run the operations of compiled blocks one by one: generating C++ takes a minute."""
+    compile_blocks = Decoder.compile_blocks
+
+    def compile_graphs(self: Decoder, **options: Any) -> None:
+        compile_blocks(self, **options, backend="aot_eager")
+
+    with patch.object(Decoder, "compile_blocks", compile_graphs):
+        yield
+
+
+@contextmanager
+def lose_a_gradient_in_compiled_code() -> Iterator[None]:
+    """Lose the gradients of feed-forward layers' inputs in compiled code alone."""
+    forward = FeedForward.forward
+
+    def lose_gradient(self: FeedForward, x: Tensor, *others: Any) -> Tensor:
+        return forward(
+            self, _WithoutGradient.apply(x) if torch.compiler.is_compiling() else x, *others
+        )
+
+    with patch.object(FeedForward, "forward", lose_gradient), run_graphs_without_kernels():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mutation", "is_compiled", "has_error"),
+    [
+        (run_graphs_without_kernels, True, False),
+        (lose_a_gradient_in_compiled_code, True, True),
+        (lose_a_gradient_in_compiled_code, False, False),
+    ],
+    ids=["compiled", "compiled wrongly", "uncompiled"],
+)
+def test_gradients_that_compiled_code_loses_are_reported(
+    ranks: RankPool, mutation: MutationContext, is_compiled: bool, has_error: bool
+) -> None:
+    report = verify_layouts(
+        ranks,
+        TENSOR_LLAMA | {"num_hidden_layers": 1},
+        [Layout(tp=2)],
+        [VerificationCase(1, tied=False)],
+        dtypes=["float32"],  # torch 2.11 compiles no other
+        mutation=mutation,
+        model={"compile": is_compiled},
+    )
+    (cell,) = report.cells
+    assert cell.is_compiled is is_compiled
+    if has_error:
+        assert_detected(report, "gradient")
+        assert "post_attention_layernorm" in str([f for f in cell.findings if not f.passed])
+    else:
+        assert report.passed, list_failures(report)
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=1, zero_stage=3)], ids=str)
 def test_the_engine_on_one_rank(ranks: RankPool, layout: Layout) -> None:
     report = verify_layouts(ranks, LLAMA, [layout], choose_cases(False, is_full=False))
@@ -169,6 +254,7 @@ def test_the_verb_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert summary["schema_version"] == 1
     assert summary["passed"]
     assert summary["model"]["num_layers"] == 1
+    assert summary["compiled_blocks"]["dtypes"] == []
     assert [cell["layout"] for cell in summary["cells"]] == ["dp_shard=2,zero_stage=2"] * 3
     assert {finding["quantity"] for finding in summary["cells"][0]["findings"]} >= {
         "gradient",
@@ -197,6 +283,7 @@ def test_the_verb_fails_with_exit_code_1(
     assert run([*words, "--num-layers", "1"]) == 1
     captured = capsys.readouterr()
     assert "3 of 3 fail" in captured.out
+    assert "blocks compiled: no (auto: the device is a CPU; " in captured.out
     assert "differ from one process" in captured.err
 
 

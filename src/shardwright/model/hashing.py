@@ -12,9 +12,19 @@ def mix_bits(x: Tensor) -> Tensor:
     Source: Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). int32 products wrap
     around. `>>` extends the sign; the masks remove it. Memory: two tensors in addition to `x`.
     """
-    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(0x7FEB352D)
-    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(to_int32(0x846CA68B))
+    x = _multiply_in_place((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x), 0x7FEB352D)
+    shifted = (x >> 15).bitwise_and_(0x1FFFF)
+    x = _multiply_in_place(x.bitwise_xor_(shifted), to_int32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _multiply_in_place(x: Tensor, factor: int) -> Tensor:
+    """Multiply int32 numbers; the product, which wraps around, may replace `x`."""
+    if x.is_cpu and torch.compiler.is_compiling():
+        # Inductor multiplies in C++, where the overflow of an int32 is undefined: optimisers
+        # assume that it does not happen, and other numbers result. Products fit into 64 bits.
+        return (x.to(torch.int64) * factor).to(torch.int32)
+    return x.mul_(factor)
 
 
 def combine_bits(keys: Tensor, numbers: Tensor) -> Tensor:

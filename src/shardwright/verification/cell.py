@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwright.config.data import IGNORED_LABEL
-from shardwright.config.training import OptimizerName, OptimizerSection, PrecisionSection
+from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch, read_step_micro_batches
-from shardwright.layout import Layout, RankGrid
+from shardwright.layout import RankGrid
 from shardwright.model.hf.hf_decoder import build_decoder
+from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.numerics import LossScaler, chunked_cross_entropy
 from shardwright.offload import ParameterOffload, WeightOffload
-from shardwright.optim import build_optimizer, set_learning_rate
+from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.parallel_model import get_local_tensor
@@ -36,6 +37,11 @@ from shardwright.verification.comparison import (
     compare_weights,
     get_rank,
 )
+from shardwright.verification.compiled_code import (
+    check_compilation,
+    count_graphs,
+    prepare_compilation,
+)
 from shardwright.verification.reference import (
     GRADIENT_STEPS,
     LEARNING_RATES,
@@ -48,8 +54,6 @@ from shardwright.verification.reference import (
 
 _CHUNK_TOKENS = 7
 _LOSS_SCALE = 1024.0
-_COMPARED_BY_BITS: tuple[OptimizerName, ...] = ("adamw_8bit",)
-_VERIFIED_OTHERWISE: tuple[OptimizerName, ...] = ("sgd", "adamw", *_COMPARED_BY_BITS)
 
 MutationContext = Callable[[], AbstractContextManager[object]]
 """Factory of a context that adds a known bug to this process, for tests of the verifier."""
@@ -65,6 +69,7 @@ def verify_cell(
     reference = load_file(Path(reference_path))
     with nullcontext() if mutation is None else mutation():
         model = build_model(problem, plan)
+        num_graphs = count_graphs()
         initial = {
             name: get_local_tensor(parameter).detach().clone()
             for name, parameter in model.named_parameters()
@@ -77,10 +82,8 @@ def verify_cell(
                     get_local_tensor(parameter).copy_(initial[name])
             findings += _verify_adamw(problem, plan, model, reference)
         model.invalidate_weights()  # wait for gathers that the last update has begun
-        if should_verify_rule(problem):
-            findings += _verify_rule(problem, plan, reference)
-        if problem.optimizer.name in _COMPARED_BY_BITS:
-            findings += _verify_quantised_rule(problem, plan)
+        if plan.is_compiled:
+            findings.append(check_compilation(num_graphs))
     return findings
 
 
@@ -166,107 +169,6 @@ def _verify_adamw(
     ]
 
 
-def should_verify_rule(problem: VerificationProblem) -> bool:
-    """Return True if the recipe's own update rule is compared with one process, too.
-
-    All rules are, in float64, but those that every cell runs (`sgd`, `adamw`) and `adamw_8bit`:
-    gradients that differ in the last bit may round to another code, and no tolerance of weights
-    separates that from a bug. `_verify_quantised_rule` compares its update bit by bit instead.
-    """
-    return problem.dtype == "float64" and problem.optimizer.name not in _VERIFIED_OTHERWISE
-
-
-def add_rule_reference(problem: VerificationProblem, reference_path: str) -> None:
-    """Add the weights after a few steps of the recipe's own rule (`rule.NAME`) to a reference.
-
-    They are the engine's own on one process, not a plain implementation as for AdamW: here only
-    the effect of the layout counts; `tests/unit/optim/test_sharded_optimizer.py` tests the rule.
-    Runs in one process.
-    """
-    reference = load_file(Path(reference_path))
-    model = _run_rule(problem, problem.build_plan(Layout()), range(problem.batch.data_ranks))
-    reference |= {
-        f"rule.{name}": model.gather_parameter(name).detach().contiguous() for name in model.layouts
-    }
-    save_file(reference, Path(reference_path))
-
-
-def _run_rule(problem: VerificationProblem, plan: Plan, data_ranks: Sequence[int]) -> ParallelModel:
-    """Train a model for a few steps with the recipe's rule on these data ranks' batches."""
-    model = build_model(problem, plan)
-    rate = LEARNING_RATES[0]
-    named = model.named_parameters()
-    optimizer = build_optimizer(
-        named, problem.optimizer, learning_rate=rate, weight_decay=WEIGHT_DECAY, model=model
-    )
-    for step, rate in enumerate(LEARNING_RATES):
-        data = problem.dataset
-        batch = problem.batch
-        micro_batches = [
-            micro_batch
-            for data_rank in data_ranks
-            for micro_batch in read_step_micro_batches(data, data.order, batch, step, data_rank)
-        ]
-        loss = _accumulate(model, micro_batches, seed=problem.seed, step=step)
-        update_parameters(
-            model,
-            optimizer,
-            learning_rate=rate,
-            max_grad_norm=1.0,
-            router_table=loss.router_table,
-            rows_beyond_limit=loss.rows_beyond_limit,
-        )
-    model.invalidate_weights()
-    return model
-
-
-def _verify_rule(
-    problem: VerificationProblem, plan: Plan, reference: dict[str, Tensor]
-) -> list[ComparisonResult]:
-    """Compare weights after a few steps of the recipe's rule with those of one process."""
-    model = _run_rule(problem, plan, [RankGrid(plan.layout).data_rank(get_rank(plan.layout))])
-    return [
-        compare_weights(
-            f"weights after {problem.optimizer.name}",
-            model,
-            reference,
-            "rule",
-            TOLERANCES[problem.dtype],
-        )
-    ]
-
-
-def _verify_quantised_rule(problem: VerificationProblem, plan: Plan) -> list[ComparisonResult]:
-    """Compare weights after steps of a rule with one process that gets the same gradients.
-
-    They must be equal bit by bit. Other comparisons of the cell cover the gradients. Both
-    together prove what a tolerance of the weights cannot prove
-    (docs/decisions/0052-quantised-moments-proven.md).
-    """
-    model = build_model(problem, plan)
-    single = build_model(problem, problem.build_plan(Layout()))
-    options: dict[str, Any] = {"learning_rate": LEARNING_RATES[0], "weight_decay": WEIGHT_DECAY}
-    section = problem.optimizer
-    optimizer = build_optimizer(model.named_parameters(), section, model=model, **options)
-    single_optimizer = build_optimizer(single.named_parameters(), section, model=single, **options)
-    for step, rate in enumerate(LEARNING_RATES):
-        loss = accumulate_step(problem, plan, model, step)
-        for name, parameter in single.named_parameters():
-            parameter.grad = model.gather_gradient(name)
-        update_parameters(
-            model,
-            optimizer,
-            learning_rate=rate,
-            max_grad_norm=None,
-            rows_beyond_limit=loss.rows_beyond_limit,
-        )
-        set_learning_rate(single_optimizer, rate)
-        single_optimizer.step()
-    model.invalidate_weights()
-    expected = {f"rule.{name}": single.gather_parameter(name).detach() for name in single.layouts}
-    return [compare_weights(f"weights after {section.name}", model, expected, "rule", 0.0)]
-
-
 def _verify_exceptional_steps(
     problem: VerificationProblem, plan: Plan, model: ParallelModel
 ) -> list[ComparisonResult]:
@@ -310,7 +212,7 @@ def _verify_exceptional_steps(
         )
         for batch in _read_micro_batches(problem, plan, 0)
     ]
-    loss = _accumulate(model, unsupervised, seed=problem.seed, step=0)
+    loss = accumulate(model, unsupervised, seed=problem.seed, step=0)
     empty_update = update_parameters(
         model,
         optimizer,
@@ -349,11 +251,17 @@ def build_model(
     Args:
         offload: keeps the weights of blocks; None leaves them on the device.
     """
+    if plan.is_compiled:
+        prepare_compilation()
     with torch.device("meta"):
         decoder = build_decoder(
             plan.shape,
             attention="explicit" if problem.attention == "explicit" else "auto",
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=_CHUNK_TOKENS),
+            loss_function=partial(
+                chunked_cross_entropy,
+                chunk_tokens=_CHUNK_TOKENS,
+                fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
+            ),
             compute_dtype=problem.torch_dtype,
             expert_rules=problem.case.expert_rules,
         )
@@ -366,6 +274,7 @@ def build_model(
         build_mesh(plan.layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, narrow: build_initial_value(problem, specs[name], narrow),
+        compile_blocks=plan.is_compiled,
         offload=offload,
     )
 
@@ -386,7 +295,7 @@ def accumulate_step(
     loss_scale: float = 1.0,
 ) -> StepLoss:
     """Compute the gradients of a step on this rank's rows."""
-    return _accumulate(
+    return accumulate(
         model,
         _read_micro_batches(problem, plan, step),
         seed=problem.seed,
@@ -395,7 +304,7 @@ def accumulate_step(
     )
 
 
-def _accumulate(
+def accumulate(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
     *,

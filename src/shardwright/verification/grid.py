@@ -86,6 +86,17 @@ GRID_OFFLOADS = tuple(
 
 CELLS_PER_LAYOUT = 2
 
+COMPILED_CELLS = {
+    Layout(dp_replicate=2): "tied",
+    Layout(dp_shard=2, zero_stage=3): "dense",
+    Layout(tp=2): "dense",
+    Layout(pp=2, schedule="zb_h1"): "dense",
+    Layout(cp=2, cp_method="ring"): "tied",
+    Layout(dp_shard=2, ep=2, zero_stage=2): "moe",
+}
+"""Layouts, and the model of each, of which a further cell compiles its blocks. Each takes many
+times as long as an uncompiled one."""
+
 
 @dataclass(frozen=True)
 class GridCell:
@@ -97,6 +108,7 @@ class GridCell:
     refusal: str | None = None
     num_layers: int = NUM_GRID_LAYERS
     offload: OffloadSection = NOT_OFFLOADED
+    is_compiled: bool = False
 
     @property
     def offload_properties(self) -> frozenset[str]:
@@ -217,6 +229,8 @@ def list_cells(max_ranks: int = 16) -> list[GridCell]:
             cells.append(cell)
             if refusal is not None:
                 break
+        if COMPILED_CELLS.get(layout) == model:
+            cells.append(replace(cell, offload=NOT_OFFLOADED, is_compiled=True))
     return cells
 
 

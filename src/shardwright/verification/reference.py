@@ -33,6 +33,7 @@ from shardwright.model.products.nf4 import read_dequantised_slice, read_packed_s
 from shardwright.model.weight_init import DimRanges, initialise_parameter
 from shardwright.parallel.low_precision import install_low_precision, set_rounding_step
 from shardwright.placement import has_micro_batch_scales
+from shardwright.placement.compilation import SEPARATE_FUNCTIONS, PointwiseChoice
 from shardwright.plans import BatchPlan, Plan, balance_work, build_plan, pad_to_longest_row
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.uneven_data import UnevenDataset
@@ -74,6 +75,10 @@ class VerificationProblem:
     """True if the engine assigns rows by their work (`data.assignment`)."""
     offload: OffloadSection = NOT_OFFLOADED
     """Offloading of a further run of the engine; its bits are those of a resident run."""
+    is_compiled: bool = False
+    """True if the engine compiles its blocks. The reference never does."""
+    pointwise: PointwiseChoice = SEPARATE_FUNCTIONS
+    """Functions that the engine calls for norms, gates and rotations."""
 
     @property
     def precision(self) -> PrecisionSection:
@@ -90,14 +95,23 @@ class VerificationProblem:
         """
         shape = self.case.apply_to_shape(self.shape)
         plan = build_plan(shape, layout, self.batch, self.precision, self.case.recompute)
-        # Router statistics count every token of a row, and so do scales of a micro-batch.
-        if shape.experts is not None or has_micro_batch_scales(self.low_precision):
+        plan = replace(plan, is_compiled=self.is_compiled, pointwise=self.pointwise)
+        # Router statistics count every token of a row, and so do scales of a micro-batch. Blocks
+        # of ranks that share rows are compiled for one length.
+        is_one_length = plan.is_compiled and (layout.tp > 1 or layout.cp > 1)
+        if is_one_length or shape.experts is not None or has_micro_batch_scales(self.low_precision):
             short_plan = plan
         else:
             short_plan = pad_to_longest_row(plan)
         if not self.is_balanced:
             return short_plan
         return balance_work(short_plan, has_documents=self.case.documents)
+
+    @property
+    def single_plan(self) -> Plan:
+        """Plan of one process, which compiles nothing."""
+        plain = replace(self, is_compiled=False, pointwise=SEPARATE_FUNCTIONS)
+        return plain.build_plan(Layout())
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -252,7 +266,7 @@ def _build_decoder(problem: VerificationProblem) -> Decoder:
             parameter.copy_(build_initial_value(problem, specs[name]))
             parameter.requires_grad_(parameter.requires_grad and name not in problem.frozen_names)
     # The emulation of quantised products is their definition; the reference has it, too.
-    install_low_precision(decoder, problem.build_plan(Layout()), None, torch.device("cpu"))
+    install_low_precision(decoder, problem.single_plan, None, torch.device("cpu"))
     return decoder
 
 

@@ -9,24 +9,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, RankFailed
 from shardwright.layout import Layout
+from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.optim import check_block_boundaries, require_torchao
 from shardwright.placement import has_micro_batch_scales
 from shardwright.plans import BatchPlan, Plan
 from shardwright.training.checks.offload_checks import check_offload_layout
 from shardwright.training.checks.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
-from shardwright.verification.cell import (
-    MutationContext,
-    add_rule_reference,
-    should_verify_rule,
-    verify_cell,
-)
+from shardwright.verification.cell import MutationContext, verify_cell
 from shardwright.verification.comparison import ComparisonResult, find_worst
+from shardwright.verification.compiled_code import CompiledCode, choose_compiled_code
 from shardwright.verification.grid import (
     GRID_SEQUENCE_LENGTH,
     GridCell,
@@ -36,6 +35,12 @@ from shardwright.verification.grid import (
 from shardwright.verification.offload_cell import verify_offload
 from shardwright.verification.rank_pool import RankPool
 from shardwright.verification.reference import VerificationProblem, write_reference
+from shardwright.verification.rule_cell import (
+    add_rule_reference,
+    needs_rule_reference,
+    should_verify_rule,
+    verify_rule,
+)
 
 SCHEMA_VERSION = 1
 MICRO_BATCH_SIZE = 2
@@ -51,6 +56,8 @@ class CellResult:
     findings: tuple[ComparisonResult, ...]
     failure: str | None
     seconds: float
+    is_compiled: bool = False
+    """True if the layout's blocks were compiled."""
 
     @property
     def passed(self) -> bool:
@@ -68,6 +75,7 @@ class CellResult:
             "world_size": self.layout.world_size,
             "case": asdict(self.case),
             "dtype": self.dtype,
+            "compiled": self.is_compiled,
             "passed": self.passed,
             "failure": self.failure,
             "seconds": round(self.seconds, 3),
@@ -89,6 +97,7 @@ class VerificationReport:
 
     shape: ModelShape
     sequence_length: int
+    compiled_code: CompiledCode
     cells: list[CellResult] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -121,6 +130,11 @@ class VerificationReport:
             },
             "sequence_length": self.sequence_length,
             "micro_batch_size": MICRO_BATCH_SIZE,
+            "compiled_blocks": {
+                "dtypes": self.compiled_code.dtypes,
+                "reason": self.compiled_code.reason,
+            },
+            "fused_pointwise": self.compiled_code.pointwise.kind,
             "cells": [cell.as_dict() for cell in self.cells],
         }
 
@@ -160,6 +174,9 @@ def verify_grid(
         on_row: called with every row when it is finished.
     """
     rows = []
+    obstacle = find_compiler_obstacle(torch.device("cpu"))
+    if obstacle is not None:
+        cells = [replace(cell, refusal=obstacle) if cell.is_compiled else cell for cell in cells]
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         path = Path(folder, "reference.safetensors")
         for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
@@ -178,18 +195,11 @@ def verify_grid(
             if any(cell.refusal is None for cell in group):
                 pool.run(1, write_reference, problem, path)
             for cell in group:
-                row = GridCellResult(
-                    cell,
-                    _run_cell(
-                        replace(problem, offload=cell.offload),
-                        problem.build_plan(cell.layout),
-                        path,
-                        pool,
-                        None,
-                    )
-                    if cell.refusal is None
-                    else None,
-                )
+                result = None
+                if cell.refusal is None:
+                    own = replace(problem, offload=cell.offload, is_compiled=cell.is_compiled)
+                    result = _run_cell(own, own.build_plan(cell.layout), path, pool, None)
+                row = GridCellResult(cell, result)
                 rows.append(row)
                 on_row(row)
     return rows
@@ -210,8 +220,8 @@ def verify(
     """Verify every combination of layout, case and dtype.
 
     Args:
-        recipe: source of attention, optimizer, offloading, seed and frozen parameters, not of the
-            data.
+        recipe: source of attention, compilation, optimizer, offloading, seed and frozen
+            parameters, not of the data.
         shape: the recipe's model, possibly shrunk.
         sequence_length: tokens per row.
         dtypes: dtypes to compute in; quantised products are always verified in float64.
@@ -230,7 +240,8 @@ def verify(
         dtypes = ["float64"]
         if has_micro_batch_scales(low_precision):
             cases = [case for case in cases if case.accumulation == 1]
-    report = VerificationReport(shape, sequence_length)
+    code = choose_compiled_code(recipe, shape, dtypes)
+    report = VerificationReport(shape, sequence_length, code)
     base = VerificationProblem(
         shape=shape,
         frozen_names=match_frozen(
@@ -245,14 +256,15 @@ def verify(
         low_precision=low_precision,
         is_balanced=recipe.data.assignment == "work",
         offload=recipe.offload.replace_idle_host(),
+        pointwise=code.pointwise,
     )
-    groups = list(_list_problems(base, layouts, cases, dtypes))
+    groups = list(_list_problems(base, layouts, cases, dtypes, code))
     _check_plans(recipe, {plan.layout: plan for _, plans in groups for plan in plans}.values())
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         for problem, plans in groups:
             path = Path(folder, "reference.safetensors")
             pool.run(1, write_reference, problem, path)
-            if should_verify_rule(problem):
+            if needs_rule_reference(problem):
                 pool.run(1, add_rule_reference, problem, str(path))
             for plan in plans:
                 cell = _run_cell(problem, plan, path, pool, mutation)
@@ -279,6 +291,7 @@ def _list_problems(
     layouts: Sequence[Layout],
     cases: Sequence[VerificationCase],
     dtypes: Sequence[VerificationDtype],
+    code: CompiledCode,
 ) -> Iterator[tuple[VerificationProblem, list[Plan]]]:
     """Yield each reference to compute with its plans: those of equally many data ranks."""
     for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
@@ -288,7 +301,10 @@ def _list_problems(
                 batch = replace(
                     base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
                 )
-                problem = replace(base, batch=batch, case=case, dtype=dtype)
+                is_compiled = dtype in code.dtypes
+                problem = replace(
+                    base, batch=batch, case=case, dtype=dtype, is_compiled=is_compiled
+                )
                 yield problem, [problem.build_plan(layout) for layout in group]
 
 
@@ -305,6 +321,8 @@ def _run_cell(
     failure: str | None = None
     try:
         calls: list[tuple[Callable[..., list[ComparisonResult]], Path]] = [(verify_cell, path)]
+        if should_verify_rule(problem):
+            calls.append((verify_rule, path))
         if problem.offload.is_enabled:
             calls.append((verify_offload, path.parent))
         for function, place in calls:
@@ -315,5 +333,11 @@ def _run_cell(
             raise error.__cause__ from None
         failure = str(error)
     return CellResult(
-        layout, problem.case, problem.dtype, findings, failure, time.perf_counter() - start
+        layout,
+        problem.case,
+        problem.dtype,
+        findings,
+        failure,
+        time.perf_counter() - start,
+        problem.is_compiled,
     )

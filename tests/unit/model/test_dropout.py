@@ -5,6 +5,8 @@ Legend: B sequences, T tokens, D features, H heads, S keys.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from shardwright.architecture import read_config
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.dropout import Dropout, DropoutSite
+from shardwright.numerics.compilation import find_compiler_obstacle
 from tests.reference.cases import CASES
 
 
@@ -161,3 +164,18 @@ def test_a_shard_of_heads_and_keys_has_the_mask_of_the_whole() -> None:
         ones[:, 2:5, :, :3], 0.3, first_head=3, key_indices_S=places
     )
     assert not torch.equal(later, part)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's imports
+@pytest.mark.skipif(
+    find_compiler_obstacle(torch.device("cpu")) is not None, reason="no C++ compiler"
+)
+def test_code_compiled_for_a_cpu_has_the_same_masks() -> None:
+    torch._dynamo.reset()
+    keys_BT = make_dropout(2, 12).keys_BT
+
+    def drop(keys_BT: Tensor) -> Tensor:
+        return Dropout(keys_BT).drop_attention(torch.ones(2, 2, 12, 12), 0.1)
+
+    compiled: Any = torch.compile(drop)
+    torch.testing.assert_close(compiled(keys_BT), drop(keys_BT))
