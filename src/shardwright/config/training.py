@@ -154,7 +154,8 @@ class PrecisionSection(RecipeSection):
     precision too, cast once per step, instead of casting the master weights at every use. The
     numbers do not change. `auto` does so where it takes no memory at the peak of a step: for
     several micro-batches per step without recompute, and for adapters. `true` does so always;
-    under recompute it takes 2 more bytes per parameter."""
+    under recompute it takes 2 more bytes per parameter. Weights of 8-bit products are kept as
+    codes."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
