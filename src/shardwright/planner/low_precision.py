@@ -1,9 +1,10 @@
 """Costs of 8-bit and 4-bit products as this trainer computes them.
 
 Every product quantises both of its operands, weights too, in each micro-batch. A weight whose codes
-ZeRO gathers is quantised once per gather instead, each rank its shard, and working operands once
-per step. Gradients of experts'
-weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights, are products in bf16.
+ZeRO gathers is quantised once per gather instead, each rank its shard. Working operands are
+quantised once per step; predicted memory follows, predicted time counts each micro-batch.
+Gradients of experts' weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights,
+are products in bf16.
 
 Legend: M tokens, N output features, K input features of a product.
 """

@@ -238,13 +238,9 @@ def compute_quantised_shares(
 ) -> tuple[float, float]:
     """Compute the share of a weight that a rank quantises in the forward and the backward pass.
 
-    Working operands are quantised once per step for both. A rank quantises its shard before a
-    gather of codes, and stage 3 gathers in both passes. That is never compiled, so with compiled
-    blocks the share is that of as many compiled quantisations.
+    A rank quantises its shard before a gather of codes, and stage 3 gathers in both passes. That is
+    never compiled, so with compiled blocks the share is that of as many compiled quantisations.
     """
-    if candidate.has_working_operands:
-        once = 1.0 / candidate.gradient_accumulation_steps
-        return once, once
     layout = candidate.layout
     is_expert = product.sharding.startswith("expert")
     num_shards = layout.fsdp // (layout.ep if is_expert else 1)
