@@ -144,7 +144,7 @@ class WorkingWeights:
                 setattr(module, PREFIX + name, copy)
                 self._weights[parameter] = WorkingWeight(parameter, copy)
                 continue
-            weight = _QuantisedWeight(parameter, products, is_transposed=module.is_transposed)
+            weight = _QuantisedWeight(parameter, products, is_transposed=bool(module.is_transposed))
             products.working = allocate_operands(
                 weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
             )
