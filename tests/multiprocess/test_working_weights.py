@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.architecture.parameter_spec import OnesInit, RowNormsInit
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.data.loader import MicroBatch
@@ -48,6 +49,7 @@ class Case:
     layout: Layout
     recompute: RecomputeKind = "none"
     kind: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
+    recipe: LowPrecisionRecipe = "rowwise_with_gw_hp"
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon", "sgd"] = "adamw"
     sections: dict[str, Any] = field(default_factory=dict)
     is_compiled: bool = False
@@ -56,15 +58,21 @@ class Case:
     def build_plan(self, working_weights: bool | Literal["auto"]) -> Plan:
         """Build the plan with this setting of the key."""
         shape = read_recipe_shape(build_recipe(self.config, **self.sections))
-        precision = PrecisionSection(kind=self.kind, working_weights=working_weights)
+        options: dict[str, Any] = {"fp8": {"recipe": self.recipe}} if self.kind == "fp8" else {}
+        precision = PrecisionSection.model_validate(
+            {"kind": self.kind, "working_weights": working_weights, **options}
+        )
         batch = BatchPlan(TOKENS, 2, self.num_micro_batches, self.layout.data_ranks)
         return build_plan(shape, self.layout, batch, precision, self.recompute)
 
     def __str__(self) -> str:
         parts = (self.config["model_type"], self.layout, self.recompute, self.kind, self.optimizer)
-        return "-".join([*map(str, parts), *self.sections, *(["compiled"] * self.is_compiled)])
+        recipe = [self.recipe] * (self.kind == "fp8")
+        compiled = ["compiled"] * self.is_compiled
+        return "-".join([*map(str, parts), *recipe, *self.sections, *compiled])
 
 
+WIDE = {"hidden_size": 32, "intermediate_size": 32}
 TIED = LLAMA | {"tie_word_embeddings": True}
 LORA = {"adapters": {"rank": 4}}
 ONE_RANK = Layout()
@@ -76,7 +84,9 @@ SINGLE = [
     Case(LLAMA, ONE_RANK, "full", sections=LORA),
     Case(LLAMA, ONE_RANK, sections={"adapters": {"rank": 4, "kind": "dora"}}),
     Case(MIXTRAL, ONE_RANK, sections=LORA),
-    Case(LLAMA | {"hidden_size": 32, "intermediate_size": 32}, ONE_RANK, kind="fp8"),
+    Case(LLAMA | WIDE, ONE_RANK, kind="fp8"),
+    Case(LLAMA | WIDE, ONE_RANK, "full", kind="fp8", recipe="tensorwise", is_compiled=True),
+    Case(MIXTRAL | WIDE, ONE_RANK, kind="fp8"),
     Case(LLAMA, ONE_RANK, optimizer="adafactor"),
     Case(LLAMA, ONE_RANK, "selective", is_compiled=True),
     Case(LLAMA, Layout(dp_shard=1, zero_stage=2)),
@@ -84,6 +94,8 @@ SINGLE = [
 SEVERAL = [
     Case(TIED, Layout(dp_replicate=2, bucket_size_bytes=2048)),
     Case(TENSOR_LLAMA, Layout(tp=2), "selective"),
+    Case(LLAMA | WIDE, Layout(tp=2), kind="fp8", recipe="tensorwise"),
+    Case(LLAMA | WIDE, Layout(pp=2, schedule="zb_h1"), kind="fp8", recipe="rowwise"),
     Case(TIED, Layout(pp=2)),
     Case(LLAMA, Layout(pp=2, schedule="zb_h1"), num_micro_batches=4),
     Case(MIXTRAL, Layout(dp_replicate=2), optimizer="adamw_8bit"),

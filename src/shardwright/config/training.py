@@ -155,7 +155,8 @@ class PrecisionSection(RecipeSection):
     numbers do not change. `auto` does so where it takes no memory at the peak of a step: for
     several micro-batches per step without recompute, and for adapters. On CUDA it also does where
     fewer casts are made and the predicted memory of the run fits into the free memory of the
-    fullest device. `true` does so always; copies take 2 bytes per parameter."""
+    fullest device. `true` does so always; copies take 2 bytes per parameter. Weights of 8-bit
+    products are kept as codes."""
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000

@@ -68,7 +68,7 @@ class FunctionCompiler:
             if reason is None:
                 seconds = time.perf_counter() - start_seconds
                 logger.info("%s: compiled in %.1f s; bits as uncompiled", name, seconds)
-                self._chosen[name] = _compile(formulation)
+                self._chosen[name] = compile_function(formulation)
             else:
                 logger.info("%s: not compiled (%s)", name, reason)
                 self._chosen[name] = eager
@@ -84,7 +84,7 @@ class FunctionCompiler:
         expected_arguments, arguments = (make_sample(self.device) for _ in range(2))
         expected = eager(*expected_arguments)
         try:
-            result = _compile(formulation)(*arguments)
+            result = compile_function(formulation)(*arguments)
         except Exception as error:
             # Whatever fails inside a compiler, the uncompiled function computes the same.
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -122,8 +122,12 @@ def build_function_compiler(
     return FunctionCompiler(device, obstacle)
 
 
-def _compile(formulation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function; nothing is compiled before its first call."""
+def compile_function(formulation: Callable[..., Any], *, max_graphs: int = 8) -> Callable[..., Any]:
+    """Return the compiled function, with PyTorch's own rounding; its first call compiles.
+
+    Args:
+        max_graphs: Maximum number of shapes; with more, a call fails.
+    """
     if formulation not in _compiled:
         from torch._inductor import list_options  # imports the compiler
 
@@ -134,7 +138,11 @@ def _compile(formulation: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             # A graph belongs to a state of autograd: called within an operator, where autograd is
             # off, or elsewhere, the function has one graph.
-            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            with (
+                torch.no_grad(),
+                torch._C._AutoDispatchBelowAutograd(),
+                torch._dynamo.config.patch(recompile_limit=max_graphs),
+            ):
                 return compiled(*arguments)
 
         _compiled[formulation] = call

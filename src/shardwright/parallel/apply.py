@@ -54,7 +54,9 @@ from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
 from shardwright.model.products.product import WeightGradientStore
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
+from shardwright.model.products.working_operands import fill_operands
 from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.numerics.function_compiler import compile_function
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
@@ -196,7 +198,9 @@ def apply_layout(
             offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
-            decoder.working_weights = WorkingWeights(decoder, precision.compute)
+            # One graph for each shape of a matrix.
+            fill = compile_function(fill_operands, max_graphs=64) if compile_blocks else None
+            decoder.working_weights = WorkingWeights(decoder, precision.compute, fill)
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
     excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
     replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))

@@ -371,6 +371,11 @@ class Candidate:
         )
 
     @property
+    def has_working_operands(self) -> bool:
+        """True if weights of quantised products are quantised once per step."""
+        return self.has_working_weights and self.adapter is None and bool(self.quantised_shares)
+
+    @property
     def adapted_roles(self) -> tuple[str, ...] | None:
         """Roles of the matrices with adapters. None if all weights are trained."""
         return None if self.adapter is None else self.adapter.roles

@@ -1,8 +1,10 @@
 """Costs of 8-bit and 4-bit products as this trainer computes them.
 
 Every product quantises both of its operands, weights too, in each micro-batch. A weight whose codes
-ZeRO gathers is quantised once per gather instead, each rank its shard. Gradients of experts'
-weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights, are products in bf16.
+ZeRO gathers is quantised once per gather instead, each rank its shard. Working operands are
+quantised once per step; predicted memory follows, predicted time counts each micro-batch.
+Gradients of experts' weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights,
+are products in bf16.
 
 Legend: M tokens, N output features, K input features of a product.
 """
@@ -166,6 +168,17 @@ class ScaledShares:
     def temporary_bytes(self) -> float:
         """Peak temporary bytes per element of a quantisation in separate operations."""
         return _TEMPORARY_4BIT_BYTES if self.has_4bit_operands else _TEMPORARY_BYTES
+
+    def get_working_bytes(self, cast_bytes: float, *, is_expert: bool) -> float:
+        """Return the bytes per element of weights in the precision of products, kept from one
+        update to the next: codes and scales, or casts of `cast_bytes`."""
+        gathers = self.code_gathers
+        if gathers is None:
+            return cast_bytes
+        share = self.experts if is_expert else gathers.share
+        num_sets = 1.0 if is_expert and gathers.has_one_set else 2.0
+        scale_bytes = 4.0 / 32.0 if gathers.recipe == "mxfp8" else 0.0
+        return share * num_sets * (1.0 + scale_bytes) + (1.0 - share) * cast_bytes
 
     def get_share(self, role: str) -> float:
         """Return the share of products of a role with quantised operands."""

@@ -28,6 +28,7 @@ WIDTHS = {
 }  # fmt: skip
 TOKENS = 512
 ROWS = 4
+ONE_RANK = Layout()
 ZERO_1 = Layout(dp_shard=2, zero_stage=1)
 ZERO_3 = Layout(dp_shard=2, zero_stage=3)
 TENSOR = Layout(tp=2)
@@ -39,6 +40,12 @@ CASES: list[Case] = [
     ("llama", "nvfp4", ZERO_1, "selective"),
     ("qwen3_moe", "mxfp8", ZERO_3, "full"),
 ]
+WORKING_CASES: list[Case] = [
+    ("llama", "tensorwise", ONE_RANK, "none"),
+    ("qwen3_moe", "mxfp8", ONE_RANK, "none"),
+    ("qwen3_moe", "blockwise", ONE_RANK, "none"),
+]
+"""With two micro-batches: weights are quantised once per step."""
 LONG_CASES: list[Case] = [
     ("llama", "bf16", TENSOR, "none"),
     ("llama", "tensorwise", TENSOR, "none"),
@@ -78,7 +85,7 @@ def build_precision(name: str) -> dict[str, Any]:
     ("family", "precision", "layout", "recompute", "offload"),
     [
         *((*case, {}) for case in CASES),
-        *(pytest.param(*case, {}, marks=pytest.mark.long) for case in LONG_CASES),
+        *(pytest.param(*case, {}, marks=pytest.mark.long) for case in LONG_CASES + WORKING_CASES),
         *(pytest.param(*case, OFFLOAD, marks=pytest.mark.long) for case in OFFLOADED_CASES),
     ],
     ids=str,
@@ -105,7 +112,7 @@ def test_the_planner_predicts_the_peak_of_a_rehearsal(
         model={"config": config, "loss_chunk_tokens": 128},
         training=training | {"learning_rate": 1e-3, "max_steps": 1},
     )
-    num_micro_batches = 4 if layout.pp > 1 else 1
+    num_micro_batches = 4 if layout.pp > 1 else 2 if layout == ONE_RANK else 1
     shape = read_recipe_shape(recipe)
     batch = BatchPlan(TOKENS, ROWS, num_micro_batches, layout.data_ranks)
     working = {"working_weights": recipe.working_weights}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.architecture import read_config
@@ -24,7 +25,9 @@ from shardwright.model.products.operand import (
     dequantise,
     list_scales,
     quantise,
+    transpose,
 )
+from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels, multiply_on_device
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics.recompute import build_recompute_runner
@@ -139,6 +142,24 @@ def test_compiled_code_quantises_an_operand_of_several_products_once(scaling: Sc
         return len(fx_graph_cse(graph.graph).nodes)
 
     assert trace(2) == trace(1) + 1, "what reads the codes"
+
+
+def test_compiled_products_read_codes_that_are_in_memory() -> None:
+    let_compiler_trace_kernels()
+    right = transpose(quantise(make_matrix(64, 128), Scaling(None, None)))
+    graphs: list[GraphModule] = []
+
+    def keep_graph(graph: GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def multiply(x: Tensor) -> Tensor:
+        return multiply_on_device(quantise(x, Scaling(None, None)), right, torch.bfloat16)
+
+    torch.compile(multiply, backend=keep_graph, fullgraph=True)(make_matrix(32, 128).bfloat16())
+    (product,) = [node for node in graphs[0].graph.nodes if "scaled_mm" in str(node.target)]
+    left_codes, right_codes = product.args[:2]
+    assert [left_codes.target, right_codes.args[0].target] == ["as_strided"] * 2
 
 
 @cache

@@ -74,7 +74,7 @@ def multiply(
         matrix = read_weight(weight, working, x.dtype)
         return F.linear(x, matrix.t() if rule.is_transposed else matrix, bias)
     operand = None
-    if not is_packed and weight.dtype != x.dtype:
+    if not is_packed and weight.dtype != x.dtype and not _has_operands(rule, x):
         # Detached: the product's own gradient has the parameter's dtype.
         operand = read_weight(weight.detach(), working, x.dtype)
     reference = _WeightReference(weight) if is_deferrable else None
@@ -99,11 +99,17 @@ def multiply_by_expert(
     """
     is_packed = weight.dtype == torch.uint8
     if is_packed or rule.scaled is not None:
-        operand = weight if is_packed else read_weight(weight, working, x_MI.dtype)
+        is_read = is_packed or _has_operands(rule, x_MI)
+        operand = weight if is_read else read_weight(weight, working, x_MI.dtype)
         product: Tensor = _ExpertProduct.apply(x_MI, operand, counts_E, rule)
         return product
     operand = read_weight(weight, working, x_MI.dtype)
     return multiply_grouped(x_MI, operand, counts_E, transposed=not rule.is_transposed)
+
+
+def _has_operands(rule: ProductRule, x: Tensor) -> bool:
+    """Return True if products with x read operands that exist already, in place of the weight."""
+    return rule.scaled is not None and rule.scaled.has_operands(x.dtype)
 
 
 def compute_weight_gradient(
@@ -315,6 +321,7 @@ class _ExpertProduct(torch.autograd.Function):
         ctx: Any, x_MI: Tensor, weight: Tensor, counts_E: Tensor, rule: ProductRule
     ) -> Tensor:
         ctx.rule = rule
+        ctx.weight_dtype = weight.dtype
         # Only the weight's gradient needs x.
         ctx.save_for_backward(x_MI if ctx.needs_input_grad[1] else None, weight, counts_E)
         weight_EOI = _read_matrix(weight, rule, x_MI.dtype)
@@ -339,4 +346,5 @@ class _ExpertProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             left, right = (x_MI, gradient_MO) if rule.is_transposed else (gradient_MO, x_MI)
             weight_gradient = compute_grouped_weight_gradient(left, right, counts_E)
+            weight_gradient = weight_gradient.to(ctx.weight_dtype)
         return x_gradient, weight_gradient, None, None

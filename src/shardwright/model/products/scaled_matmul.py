@@ -64,8 +64,8 @@ def multiply_on_device(
         assert isinstance(left, TwoLevelMatrix)
         assert isinstance(right, TwoLevelMatrix)
         return _multiply_two_levels(left, right, dtype)
-    codes_MK = left.codes.contiguous()
-    codes_KN = right.codes.t().contiguous().t()
+    codes_MK = _write_once(left.codes.contiguous())
+    codes_KN = _write_once(right.codes.t().contiguous()).t()
     if left.codes.shape[0] == 0:
         return codes_MK.new_empty((0, codes_KN.shape[1]), dtype=dtype)
     if left.scaling.scale_format == "e8m0":
@@ -104,6 +104,17 @@ def multiply_on_device(
         output_dtype=dtype,
         use_fast_accum=is_fast,
     )
+
+
+def _write_once(codes: Tensor) -> Tensor:
+    """Let compiled code write codes once for all products that read them.
+
+    Inductor copies the input of a product if it is not in memory yet, for each product that reads
+    it. The input of `as_strided` has to be in memory.
+    """
+    if not torch.compiler.is_compiling():
+        return codes
+    return codes.as_strided(codes.shape, codes.stride())
 
 
 def _register_grouped_shape() -> torch.library.Library | None:

@@ -45,8 +45,11 @@ from shardwright.model.products.operand import (
 )
 from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
 from shardwright.model.products.wide_product import multiply_to
+from shardwright.model.products.working_operands import WorkingOperands, fill_operands
 
 LayerDim = Literal["tokens", "inputs", "outputs"]
+OperandWriter = Callable[[Tensor, WorkingOperands, Sequence[Tensor | None]], None]
+"""`fill_operands`, or compiled code of it."""
 
 _X: tuple[LayerDim, LayerDim] = ("tokens", "inputs")
 _W: tuple[LayerDim, LayerDim] = ("outputs", "inputs")
@@ -113,6 +116,9 @@ class ScaledProducts:
     gathered: GatheredWeight | None = None
     """The weight, if its codes are gathered over data ranks. Those of a rank's shard are counted
     in `totals` where they are quantised."""
+    working: WorkingOperands | None = None
+    """The weight, if it is quantised once per update (`working_weights`); counted in `totals` where
+    that is."""
     is_gathered_as_codes: bool = False
     """True if ZeRO gathers the codes of the weight instead of its values."""
     output_maxima: Tensor | None = None
@@ -138,15 +144,14 @@ class ScaledProducts:
 
     def quantise_output_operands(self, x_MK: Tensor, w_NK: Tensor) -> tuple[Operand, Operand]:
         """Quantise the operands of x w^T, `[M, K]` and `[K, N]`."""
-        x_scaling, w_scaling = self.scaling.output
-        x_operand = self.quantise(x_MK, x_scaling, _X)
-        w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.output_maxima)
+        x_operand = self.quantise(x_MK, self.scaling.output[0], _X)
+        w_operand = self._read_weight(w_NK, x_MK.dtype, is_backward=False)
         return x_operand, transpose(w_operand)
 
     def compute_input_gradient(self, g_MN: Tensor, w_NK: Tensor) -> Tensor:
         """Compute g w, `[M, K]`, in g's dtype."""
-        g_scaling, w_scaling = self.scaling.input_gradient
-        w_operand = self.quantise(w_NK, w_scaling, _W, maxima=self.input_gradient_maxima)
+        w_operand = self._read_weight(w_NK, g_MN.dtype, is_backward=True)
+        g_scaling = self.scaling.input_gradient[0]
         g_operand = self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key)
         return self._multiply("input_gradient", g_operand, w_operand, g_MN.dtype)
 
@@ -169,11 +174,10 @@ class ScaledProducts:
 
     def compute_expert_output(self, x_MK: Tensor, w_ENK: Tensor, counts_E: Tensor) -> Tensor:
         """Multiply each row by its expert's matrix, `[M, N]`, in x's dtype."""
-        x_scaling, w_scaling = self.scaling.output
         return self._multiply_grouped(
             "output",
-            self.quantise(x_MK, x_scaling, _X),
-            self._quantise_experts(w_ENK, w_scaling, self.output_maxima),
+            self.quantise(x_MK, self.scaling.output[0], _X),
+            self._read_weight(w_ENK, x_MK.dtype, is_backward=False),
             counts_E,
             x_MK.dtype,
             is_transposed=True,
@@ -183,11 +187,11 @@ class ScaledProducts:
         self, g_MN: Tensor, w_ENK: Tensor, counts_E: Tensor
     ) -> Tensor:
         """Multiply each gradient by its row's expert, `[M, K]`, in g's dtype."""
-        g_scaling, w_scaling = self.scaling.input_gradient
+        g_scaling = self.scaling.input_gradient[0]
         return self._multiply_grouped(
             "input_gradient",
             self.quantise(g_MN, g_scaling, _G, rounding_key=self.rounding_key),
-            self._quantise_experts(w_ENK, w_scaling, self.input_gradient_maxima),
+            self._read_weight(w_ENK, g_MN.dtype, is_backward=True),
             counts_E,
             g_MN.dtype,
             is_transposed=False,
@@ -217,11 +221,8 @@ class ScaledProducts:
             scaling = limit_rows(scaling, values_RC.shape[0] // num_matrices)
         if maxima is not None and maxima.dtype == values_RC.dtype:
             maxima = maxima.float()
-        elif self.reduce_maxima is not None and spans_ranks:
-            own_maxima = fp8.compute_block_maxima(values_RC, get_widest_blocks(scaling))
-            maxima = self.reduce_maxima(own_maxima)
         else:
-            maxima = None
+            maxima = self._agree_on_maxima(values_RC, scaling) if spans_ranks else None
         operand = quantise(values_RC, scaling, maxima, rounding_key)
         if self.totals is None:
             return operand
@@ -230,6 +231,50 @@ class ScaledProducts:
         if self.totals.is_counting:
             self.totals.add(self.name, values_RC, operand)
         return operand
+
+    def _agree_on_maxima(self, values_RC: Tensor, scaling: Scaling) -> Tensor | None:
+        """Return the maxima of all ranks that share an operand; None if there are no others."""
+        if self.reduce_maxima is None:
+            return None
+        return self.reduce_maxima(fp8.compute_block_maxima(values_RC, get_widest_blocks(scaling)))
+
+    def fill_working(self, weight: Tensor, fill: OperandWriter = fill_operands) -> None:
+        """Quantise the weight, `[N, K]` or `[E, N, K]`, for all products until it changes."""
+        working = self.working
+        assert working is not None
+        scalings = (self.scaling.output[1], self.scaling.input_gradient[1])
+        maxima: list[Tensor | None] = [self.output_maxima, self.input_gradient_maxima]
+        for index, operand in enumerate(working.list_sets()):
+            known = maxima[index]
+            if known is not None:
+                maxima[index] = known.float()
+            elif self.reduce_maxima is not None and self.spans_ranks(scalings[index], _W):
+                values_RC = weight.to(working.dtype).flatten(0, -2)
+                maxima[index] = self._agree_on_maxima(values_RC, operand.scaling)
+        fill(weight, working, maxima)
+        if self.totals is not None and self.totals.is_counting:
+            values_RC = weight.to(working.dtype).flatten(0, -2)
+            for operand in working.list_sets():
+                self.totals.add(self.name, values_RC, operand)
+
+    def quantise_weight(self, weight: Tensor, *, is_backward: bool) -> Operand:
+        """Quantise the weight, `[N, K]`, for the output, or for the input gradient; experts'
+        matrices, `[E, N, K]`, below each other, each by itself."""
+        scaling = (self.scaling.input_gradient if is_backward else self.scaling.output)[1]
+        maxima = self.get_agreed_maxima(is_backward=is_backward)
+        num_matrices = weight.shape[0] if weight.ndim == 3 else 1
+        rows = weight.flatten(0, -2)
+        return self.quantise(rows, scaling, _W, num_matrices=num_matrices, maxima=maxima)
+
+    def has_operands(self, dtype: torch.dtype) -> bool:
+        """Return True if the weight is quantised already, for products in this precision."""
+        return self.working is not None and self.working.dtype == dtype
+
+    def _read_weight(self, weight: Tensor, dtype: torch.dtype, *, is_backward: bool) -> Operand:
+        """Return the operand of the weight in a product of this precision."""
+        if self.working is not None and self.working.dtype == dtype:
+            return self.working.input_gradient if is_backward else self.working.output
+        return self.quantise_weight(weight, is_backward=is_backward)
 
     def get_agreed_maxima(self, *, is_backward: bool) -> Tensor | None:
         """Return the known maxima of the weight in the output, or in the input gradient."""
@@ -261,12 +306,6 @@ class ScaledProducts:
             return multiply_on_device(left, right, dtype, is_fast=is_fast)
         wide = torch.promote_types(dtype, torch.float32)
         return (dequantise(left).to(wide) @ dequantise(right).to(wide)).to(dtype)
-
-    def _quantise_experts(self, w_ENK: Tensor, scaling: Scaling, maxima: Tensor | None) -> Operand:
-        """Quantise the experts' matrices below each other, each by itself."""
-        return self.quantise(
-            w_ENK.flatten(0, 1), scaling, _W, num_matrices=w_ENK.shape[0], maxima=maxima
-        )
 
     def _multiply_grouped(
         self,

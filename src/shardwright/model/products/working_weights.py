@@ -9,6 +9,8 @@ A copy is cast again at the start of a forward pass if its parameter has changed
 an update that overlaps with the pass. torch counts in-place changes, but not those of fused
 optimizers, so an update calls `mark_changed`. An update that writes the copy too calls
 `mark_current` afterwards.
+
+A weight that multiplies quantised operands has its codes instead (`working_operands`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from shardwright.model.products.scaled_product import OperandWriter, ScaledProducts
+from shardwright.model.products.working_operands import (
+    allocate_operands,
+    fill_operands,
+    list_tensors,
+)
 
 PREFIX = "working_"
 """Prefix of a buffer's name; the rest is the name of its parameter."""
@@ -55,12 +64,11 @@ class _Slot(NamedTuple):
     """Name of a parameter of the module."""
 
 
-class WorkingWeight:
-    """The working weight of one parameter."""
+class _Copy:
+    """Tensors that products read in place of one parameter, and whether they are current."""
 
-    def __init__(self, master: nn.Parameter, tensor: Tensor) -> None:
+    def __init__(self, master: nn.Parameter) -> None:
         self.master = master
-        self.tensor = tensor
         self._version: int | None = None
 
     @property
@@ -77,14 +85,44 @@ class WorkingWeight:
         self._version = None
 
 
+class WorkingWeight(_Copy):
+    """The working weight of one parameter."""
+
+    def __init__(self, master: nn.Parameter, tensor: Tensor) -> None:
+        super().__init__(master)
+        self.tensor = tensor
+
+
+class _QuantisedWeight(_Copy):
+    """The operands of one weight that multiplies quantised operands."""
+
+    def __init__(
+        self, master: nn.Parameter, products: ScaledProducts, *, is_transposed: bool
+    ) -> None:
+        super().__init__(master)
+        self.products = products
+        self.is_transposed = is_transposed
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight with outputs before inputs."""
+        weight = self.master.detach()
+        return weight.mT if self.is_transposed else weight
+
+
 class WorkingWeights:
     """The working weights of a model's modules."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, fill: OperandWriter | None = None
+    ) -> None:
         """Allocate copies in `dtype` of all parameters that declare one and have another dtype.
 
         A module declares one by a buffer that is None. The parameters must be on their device;
-        packed ones have no copy.
+        packed ones have no copy. A weight that multiplies quantised operands has its codes instead.
+
+        Args:
+            fill: compiled form of `fill_operands`, which writes codes; default: itself.
         """
         slots = [
             _Slot(module, name.removeprefix(PREFIX))
@@ -92,38 +130,65 @@ class WorkingWeights:
             for name in module._buffers
             if name.startswith(PREFIX)
         ]
+        self._fill = fill or fill_operands
         self._weights: dict[Tensor, WorkingWeight] = {}
+        self._quantised: dict[Tensor, _QuantisedWeight] = {}
         for module, name in slots:
             parameter = module.get_parameter(name)
-            if parameter.is_floating_point() and parameter.dtype != dtype:
+            if not parameter.is_floating_point() or parameter.dtype == dtype:
+                continue
+            assert parameter not in self._weights, f"{name} has two working weights"
+            products: ScaledProducts | None = getattr(module, "scaled", None)
+            if products is None or name != "weight":
                 copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 setattr(module, PREFIX + name, copy)
-                assert parameter not in self._weights, f"{name} has two working weights"
                 self._weights[parameter] = WorkingWeight(parameter, copy)
+                continue
+            weight = _QuantisedWeight(parameter, products, is_transposed=bool(module.is_transposed))
+            products.working = allocate_operands(
+                weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
+            )
+            self._quantised[parameter] = weight
 
     @property
     def copies(self) -> list[Tensor]:
-        """Tensors of all working weights."""
-        return [weight.tensor for weight in self._weights.values()]
+        """Tensors of all working weights, and of codes and scales."""
+        operands = [
+            operand
+            for weight in self._quantised.values()
+            if weight.products.working is not None
+            for operand in weight.products.working.list_sets()
+        ]
+        tensors = [weight.tensor for weight in self._weights.values()]
+        return tensors + [tensor for operand in operands for tensor in list_tensors(operand)]
 
     def find(self, parameter: Tensor) -> WorkingWeight | None:
-        """Return the working weight of a parameter; None if it has none."""
+        """Return the working weight of a parameter; None if it has none, or codes."""
         return self._weights.get(parameter)
 
     def mark_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
         """State that the parameters (default: all) may have changed."""
-        for weight in self._select(parameters):
-            weight.mark_changed()
+        for copy in self._select(parameters):
+            copy.mark_changed()
 
     def mark_current(self) -> None:
-        """State that all copies have the values of their parameters."""
-        for weight in self._weights.values():
-            weight.mark_current()
+        """State that all copies and codes have the values of their parameters."""
+        for copy in self._select(None):
+            copy.mark_current()
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Cast those of the parameters (default: all) that have changed, in one call."""
-        stale = [weight for weight in self._select(parameters) if not weight.is_current]
+        """Cast those of the parameters (default: all) that have changed, in one call; quantise
+        those that multiply quantised operands."""
+        stale = []
+        for copy in self._select(parameters):
+            if copy.is_current:
+                continue
+            if isinstance(copy, _QuantisedWeight):
+                copy.products.fill_working(copy.matrix, self._fill)
+                copy.mark_current()
+            else:
+                stale.append(copy)
         if not stale:
             return
         torch._foreach_copy_(
@@ -132,10 +197,16 @@ class WorkingWeights:
         for weight in stale:
             weight.mark_current()
 
-    def _select(self, parameters: Iterable[Tensor] | None) -> list[WorkingWeight]:
+    def _select(
+        self, parameters: Iterable[Tensor] | None
+    ) -> list[WorkingWeight | _QuantisedWeight]:
+        copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {
+            **self._weights,
+            **self._quantised,
+        }
         if parameters is None:
-            return list(self._weights.values())
-        return [weight for weight in map(self.find, parameters) if weight is not None]
+            return list(copies.values())
+        return [copies[each] for each in parameters if each in copies]
 
 
 def declare_working_weight(module: nn.Module, *names: str) -> None:

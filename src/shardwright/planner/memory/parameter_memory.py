@@ -307,13 +307,22 @@ def compute_working_bytes(facts: ModelFacts, candidate: Candidate, load: StageLo
     if candidate.adapter is not None:
         return count_adapter_elements(facts, candidate, load).local * size
     elements = facts.count_elements(candidate.layout)
+    shares = candidate.quantised_shares
+    dense_bytes, expert_bytes = (
+        size if shares is None else shares.get_working_bytes(size, is_expert=is_expert)
+        for is_expert in (False, True)
+    )
     total = sum(
-        layer.local_matrices * count
+        count
+        * (
+            (layer.local_matrices - layer.expert_local) * dense_bytes
+            + layer.expert_local * expert_bytes
+        )
         for layer, count in zip(elements.layers, load.layers, strict=True)
     )
     if load.has_head:
-        total += facts.shape.vocab_size * facts.shape.hidden_size / candidate.layout.tp
-    return total * size
+        total += facts.shape.vocab_size * facts.shape.hidden_size / candidate.layout.tp * size
+    return total
 
 
 def has_saved_casts(candidate: Candidate, kind: LayerKind) -> bool:

@@ -35,8 +35,11 @@ def compute_block_temporaries(
         num_matrices = facts.count_local_matrices(kind, product, candidate.layout.ep)
         m = rows * num_matrices
         weight = n * k * num_matrices
-        # Gathered codes are not quantised again.
-        is_quantised = compute_quantised_shares(facts, kind, product, n, candidate)[0] == 1.0
+        # Gathered codes and working operands are not quantised again.
+        is_quantised = (
+            not candidate.has_working_operands
+            and compute_quantised_shares(facts, kind, product, n, candidate)[0] == 1.0
+        )
         quantised_weight = weight * is_quantised
         beside_gradient = m * n + weight + quantised_weight  # the weight's codes, transposed too
         if candidate.adapter is None and shares.get_weight_gradient_share(product.role):
