@@ -244,7 +244,9 @@ def compute_live_activations(
     deferring += stage.output_gradient
     if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
         gathers = candidate.engine.compute_sequence_buffer_bytes(
-            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes,
+            num_layers=sum(load.layers),
+            num_passes=load.num_in_flight if candidate.layout.pp > 1 else None,
         )
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1

@@ -30,6 +30,8 @@ StageRule = Literal["weighed", "even", "running_sum"]
 Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
 until their cost exceeds its share of the total."""
 
+_FP32_BYTES = 4.0
+
 _HOST_BYTES_PER_SECOND = 120e9
 """Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
 updates a billion parameters, of 30 bytes each, in a quarter of a second (ZeRO-Offload, arXiv
@@ -84,6 +86,9 @@ class FrameworkConventions(EngineModel):
     reduced_elements: float = 0.0
     """Gradients that zero_stage 1 copies into one tensor to reduce them. No freed activation is as
     large, so it needs memory of its own."""
+    has_flat_gather: bool = False
+    """The update of zero_stage 1 gathers the weights into one tensor, which needs memory of its own
+    unless freed logits leave a block of its size."""
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
@@ -97,7 +102,8 @@ class FrameworkConventions(EngineModel):
     """Saved tensors of model width per norm: its input (the residual stream) and its output
     (the matmuls' input)."""
     num_rotary_tensors: float = 0.0
-    """Saved copies of queries and keys in the rotary embedding."""
+    """Saved copies of queries and keys in the rotary embedding, or unrotated tensors of that size
+    which the saved ones keep in memory."""
     should_recompute_attention_only: bool = False
     """`recompute: selective` is Megatron's (arXiv 2205.05198, section 5): attention between its
     projections runs again, all other tensors are saved."""
@@ -115,9 +121,9 @@ class FrameworkConventions(EngineModel):
     """Number of gathered sequences for which sequence parallelism has a buffer that persists
     for the whole run."""
     num_unreleased_sequences: float = 0.0
-    """Number of whole sequences whose memory is not reusable yet because another stream may
-    still read them: the host runs ahead of the device by that many. If memory is full, it waits
-    instead."""
+    """Largest number of whole sequences whose memory is not reusable yet because another stream
+    may still read them: the host runs ahead of the device by that many. If memory is full, it
+    waits instead."""
     poll_seconds: float = 0.0
     """Seconds that the host sleeps until it looks again whether a header of a pipeline message
     has arrived. Each message has two headers, for whose arrival both ranks wait."""
@@ -281,7 +287,12 @@ class FrameworkConventions(EngineModel):
             reduced = min(self.reduced_elements, trained.local)
             update_copies += reduced * (self.reduce_bytes or 0.0)
         # The freed logits leave blocks of the copies' size.
-        return late_shards + max(0.0, update_copies - peak_logit_bytes)
+        late_copies = max(0.0, update_copies - peak_logit_bytes)
+        if self.has_flat_gather and layout.zero_stage == 1 and layout.fsdp > 1:
+            gathered = (self.weight_bytes or 0.0) * trained.local
+            if gathered > peak_logit_bytes * _FP32_BYTES / self.logit_bytes:
+                late_copies += gathered
+        return late_shards + late_copies
 
     @property
     def has_ordered_frees(self) -> bool:
@@ -339,8 +350,17 @@ class FrameworkConventions(EngineModel):
             max((gradients for _, gradients in layers), default=0.0),
         )
 
-    def compute_sequence_buffer_bytes(self, gathered_bytes: float) -> float:
-        return (self.num_sequence_buffers + self.num_unreleased_sequences) * gathered_bytes
+    def compute_sequence_buffer_bytes(
+        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+    ) -> float:
+        num_unreleased = self.num_unreleased_sequences
+        if num_passes is not None:
+            # The device has finished two passes when the host has launched all before the first
+            # backward pass: a message occupies it until the next rank receives, after its pass. A
+            # pass sums the results of the embedding and of two branches per layer.
+            waiting = max(0.0, num_passes - 2.0) * (2.0 * num_layers + 1.0)
+            num_unreleased = min(num_unreleased, waiting)
+        return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
         vocab_on_rank = vocab_size if self.should_gather_logits else vocab_size / tp
