@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeMode
@@ -21,16 +20,9 @@ from shardwright.planner.engine_model import (
 )
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
-from shardwright.planner.published.stage_rules import assign_by_running_sum, assign_evenly
+from shardwright.planner.published import stage_rules
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.schedule.registry import assign_stages
-
-StageRule = Literal["weighed", "even", "running_sum"]
-"""`weighed` is shardwright's own rule (`placement.partition_stages`). `even` counts layers, as
-Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
-until their cost exceeds its share of the total."""
-
-_FP32_BYTES = 4.0
 
 _HOST_BYTES_PER_SECOND = 120e9
 """Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
@@ -87,8 +79,7 @@ class FrameworkConventions(EngineModel):
     """Gradients that zero_stage 1 copies into one tensor to reduce them. No freed activation is as
     large, so it needs memory of its own."""
     has_flat_gather: bool = False
-    """The update of zero_stage 1 gathers the weights into one tensor, which needs memory of its own
-    unless freed logits leave a block of its size."""
+    """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
@@ -148,7 +139,7 @@ class FrameworkConventions(EngineModel):
     has_unsharded_experts: bool = False
     """Experts are distributed over the tensor-parallel ranks too, each one unsharded. Each rank
     sends the rows of its part of the sequence."""
-    stage_rule: StageRule = "weighed"
+    stage_rule: stage_rules.StageRule = "weighed"
     """Rule that assigns layers to pipeline stages."""
     should_gather_per_tensor: bool = False
     """zero_stage 3 gathers and reduces each tensor separately, not a block at a time."""
@@ -290,7 +281,7 @@ class FrameworkConventions(EngineModel):
         late_copies = max(0.0, update_copies - peak_logit_bytes)
         if self.has_flat_gather and layout.zero_stage == 1 and layout.fsdp > 1:
             gathered = (self.weight_bytes or 0.0) * trained.local
-            if gathered > peak_logit_bytes * _FP32_BYTES / self.logit_bytes:
+            if gathered > peak_logit_bytes * 4.0 / self.logit_bytes:  # the fp32 copy
                 late_copies += gathered
         return late_shards + late_copies
 
@@ -355,9 +346,8 @@ class FrameworkConventions(EngineModel):
     ) -> float:
         num_unreleased = self.num_unreleased_sequences
         if num_passes is not None:
-            # The device has finished two passes when the host has launched all before the first
-            # backward pass: a message occupies it until the next rank receives, after its pass. A
-            # pass sums the results of the embedding and of two branches per layer.
+            # The device, which waits for the next rank with each message, has finished two passes
+            # when the host has launched all. A pass sums the embedding and two branches per layer.
             waiting = max(0.0, num_passes - 2.0) * (2.0 * num_layers + 1.0)
             num_unreleased = min(num_unreleased, waiting)
         return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
@@ -434,14 +424,14 @@ class FrameworkConventions(EngineModel):
             return super().partition_layers(facts, layout, sequence_length)
         ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
         if self.stage_rule == "even":
-            counts = assign_evenly(facts.shape.num_layers, len(ranks))
+            counts = stage_rules.assign_evenly(facts.shape.num_layers, len(ranks))
             head_stage = len(ranks) - 1
         else:
             costs = [
                 sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
                 for slot in facts.slot_of_layer
             ]
-            counts, head_stage = assign_by_running_sum(
+            counts, head_stage = stage_rules.assign_by_running_sum(
                 costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
             )
         begin = 0
