@@ -225,13 +225,20 @@ def _list_parameters() -> tuple[Parameter, ...]:
             Parameter("frameworks", trainer, field, low, high)
             for field, (low, high) in TRAINER_FIELDS.items()
             if (trainer, field)
-            not in (("megatron-core", "host_seconds"), ("torchtitan", "data_overlap"))
+            not in (
+                ("megatron-core", "host_seconds"),
+                ("torchtitan", "data_overlap"),
+                ("nanotron", "reserve_share"),
+            )
         ]
     return (*parameters, *OTHERS)
 
 
 PARAMETERS = _list_parameters()
+# The reserve is simulated, not fitted: torch's allocator with the trainer's tensors in order
+# (docs/decisions/0204-nanotrons-allocator.md).
 NANOTRON = {
+    "reserve_share": 0.03,
     "inter_share": 0.3,
     "pipelined_hop_seconds": 3e-4,
     "hop_seconds": 5e-5,

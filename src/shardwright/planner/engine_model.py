@@ -343,8 +343,11 @@ class EngineModel:
         """Return recomputed and gradient bytes of the layer with the largest sum of both."""
         return max([(0.0, 0.0), *layers], key=sum)
 
-    def compute_sequence_buffer_bytes(self, gathered_bytes: float) -> float:
-        """Compute bytes of gathered sequences that outlive their use. `gathered_bytes`: one."""
+    def compute_sequence_buffer_bytes(
+        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+    ) -> float:
+        """Compute bytes of gathered sequences that outlive their use. `gathered_bytes`: one.
+        `num_passes`: passes in flight through the rank's layers, None without a pipeline."""
         return 0.0
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:

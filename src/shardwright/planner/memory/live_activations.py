@@ -221,10 +221,21 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
     )
 
 
+def _compute_sequence_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Compute the bytes of sequences that outlive their gather or reduction."""
+    if candidate.layout.tp == 1 or not candidate.layout.sequence_parallel:
+        return 0.0
+    return candidate.engine.compute_sequence_buffer_bytes(
+        candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes,
+        num_layers=sum(load.layers),
+        num_passes=load.num_in_flight if candidate.layout.pp > 1 else None,
+    )
+
+
 def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
-    saved = largest = deferred = deferring = gathers = 0.0
+    saved = largest = deferred = deferring = 0.0
     backward = []
     kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -242,10 +253,7 @@ def compute_live_activations(
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient
     deferring += stage.output_gradient
-    if candidate.layout.tp > 1 and candidate.layout.sequence_parallel:
-        gathers = candidate.engine.compute_sequence_buffer_bytes(
-            candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
-        )
+    gathers = _compute_sequence_bytes(facts, candidate, load)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
     returning: tuple[tuple[int, float], ...] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeMode
@@ -21,14 +20,9 @@ from shardwright.planner.engine_model import (
 )
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
-from shardwright.planner.published.stage_rules import assign_by_running_sum, assign_evenly
+from shardwright.planner.published import stage_rules
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.schedule.registry import assign_stages
-
-StageRule = Literal["weighed", "even", "running_sum"]
-"""`weighed` is shardwright's own rule (`placement.partition_stages`). `even` counts layers, as
-Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
-until their cost exceeds its share of the total."""
 
 _HOST_BYTES_PER_SECOND = 120e9
 """Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
@@ -84,6 +78,8 @@ class FrameworkConventions(EngineModel):
     reduced_elements: float = 0.0
     """Gradients that zero_stage 1 copies into one tensor to reduce them. No freed activation is as
     large, so it needs memory of its own."""
+    has_flat_gather: bool = False
+    """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
@@ -97,7 +93,8 @@ class FrameworkConventions(EngineModel):
     """Saved tensors of model width per norm: its input (the residual stream) and its output
     (the matmuls' input)."""
     num_rotary_tensors: float = 0.0
-    """Saved copies of queries and keys in the rotary embedding."""
+    """Saved copies of queries and keys in the rotary embedding, or unrotated tensors of that size
+    which the saved ones keep in memory."""
     should_recompute_attention_only: bool = False
     """`recompute: selective` is Megatron's (arXiv 2205.05198, section 5): attention between its
     projections runs again, all other tensors are saved."""
@@ -115,9 +112,9 @@ class FrameworkConventions(EngineModel):
     """Number of gathered sequences for which sequence parallelism has a buffer that persists
     for the whole run."""
     num_unreleased_sequences: float = 0.0
-    """Number of whole sequences whose memory is not reusable yet because another stream may
-    still read them: the host runs ahead of the device by that many. If memory is full, it waits
-    instead."""
+    """Largest number of whole sequences whose memory is not reusable yet because another stream
+    may still read them: the host runs ahead of the device by that many. If memory is full, it
+    waits instead."""
     poll_seconds: float = 0.0
     """Seconds that the host sleeps until it looks again whether a header of a pipeline message
     has arrived. Each message has two headers, for whose arrival both ranks wait."""
@@ -142,7 +139,7 @@ class FrameworkConventions(EngineModel):
     has_unsharded_experts: bool = False
     """Experts are distributed over the tensor-parallel ranks too, each one unsharded. Each rank
     sends the rows of its part of the sequence."""
-    stage_rule: StageRule = "weighed"
+    stage_rule: stage_rules.StageRule = "weighed"
     """Rule that assigns layers to pipeline stages."""
     should_gather_per_tensor: bool = False
     """zero_stage 3 gathers and reduces each tensor separately, not a block at a time."""
@@ -281,7 +278,12 @@ class FrameworkConventions(EngineModel):
             reduced = min(self.reduced_elements, trained.local)
             update_copies += reduced * (self.reduce_bytes or 0.0)
         # The freed logits leave blocks of the copies' size.
-        return late_shards + max(0.0, update_copies - peak_logit_bytes)
+        late_copies = max(0.0, update_copies - peak_logit_bytes)
+        if self.has_flat_gather and layout.zero_stage == 1 and layout.fsdp > 1:
+            gathered = (self.weight_bytes or 0.0) * trained.local
+            if gathered > peak_logit_bytes * 4.0 / self.logit_bytes:  # the fp32 copy
+                late_copies += gathered
+        return late_shards + late_copies
 
     @property
     def has_ordered_frees(self) -> bool:
@@ -339,8 +341,16 @@ class FrameworkConventions(EngineModel):
             max((gradients for _, gradients in layers), default=0.0),
         )
 
-    def compute_sequence_buffer_bytes(self, gathered_bytes: float) -> float:
-        return (self.num_sequence_buffers + self.num_unreleased_sequences) * gathered_bytes
+    def compute_sequence_buffer_bytes(
+        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+    ) -> float:
+        num_unreleased = self.num_unreleased_sequences
+        if num_passes is not None:
+            # The device, which waits for the next rank with each message, has finished two passes
+            # when the host has launched all. A pass sums the embedding and two branches per layer.
+            waiting = max(0.0, num_passes - 2.0) * (2.0 * num_layers + 1.0)
+            num_unreleased = min(num_unreleased, waiting)
+        return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
         vocab_on_rank = vocab_size if self.should_gather_logits else vocab_size / tp
@@ -414,14 +424,14 @@ class FrameworkConventions(EngineModel):
             return super().partition_layers(facts, layout, sequence_length)
         ranks = assign_stages(layout.schedule, layout.pp, layout.virtual_stages)
         if self.stage_rule == "even":
-            counts = assign_evenly(facts.shape.num_layers, len(ranks))
+            counts = stage_rules.assign_evenly(facts.shape.num_layers, len(ranks))
             head_stage = len(ranks) - 1
         else:
             costs = [
                 sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
                 for slot in facts.slot_of_layer
             ]
-            counts, head_stage = assign_by_running_sum(
+            counts, head_stage = stage_rules.assign_by_running_sum(
                 costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
             )
         begin = 0

@@ -26,11 +26,9 @@ class FrameworkDefaults:
     """
 
     conventions: FrameworkConventions
-    unpipelined_conventions: FrameworkConventions | None = None
-    """Conventions without a pipeline, if they differ: the host runs ahead of the device
+    unpolled_conventions: FrameworkConventions | None = None
+    """Conventions of runs whose host runs ahead of the device, if they differ
     (`row_conventions`)."""
-    pipelined_conventions: FrameworkConventions | None = None
-    """The same with more than two stages, whose receives limit how far the host runs ahead."""
     polling_conventions: FrameworkConventions | None = None
     """Conventions of pipelines of a release that polled for messages."""
     conventions_since_2025: FrameworkConventions | None = None
@@ -104,13 +102,12 @@ def use_pure_bf16(conventions: FrameworkConventions) -> FrameworkConventions:
     )
 
 
-# Gradients are summed in fp32 after a micro-batch's bf16 gradients are complete
-# (optim/gradient_accumulator.py). Few of these fit into blocks of freed activations, so the
-# allocator reserves 6 bytes per parameter. A gate's activation is saved with gate and up. Gathered
-# inputs and gathered gradients have one persistent buffer each
-# (parallel/tensor_parallel/functional.py). Logits: bf16, an fp32 copy, and its exponentials
-# (models/llama.py). With zero_stage 1 there is no DDP that would overlap the sum of gradients
-# (trainer.py, `make_ddp` and `reduce_scatter=False`).
+# Gradients are summed in fp32 (optim/gradient_accumulator.py) and have bf16 buckets without
+# zero_stage 1. With it there is no DDP that would overlap their sum (trainer.py, `make_ddp` and
+# `reduce_scatter=False`), but the update gathers all weights into one tensor (distributed.py,
+# `all_gather_coalesced`). A gate's activation is saved with gate and up. Gathered inputs and
+# gathered gradients have one persistent buffer each (parallel/tensor_parallel/functional.py).
+# Logits: bf16, an fp32 copy, and its exponentials (models/llama.py).
 _NANOTRON = replace(
     _MIXED_PRECISION,
     name="nanotron",
@@ -146,9 +143,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         _NANOTRON,
         # torch 2.1 does not reuse the input of a reduce-scatter until an event shows that NCCL's
         # stream has read it. A CUDA stream queues 1,024 launches, and a layer's forward pass has
-        # about 40 with two reduce-scatters. The number for pipelines is estimated from rows.
-        unpipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=51.0),
-        pipelined_conventions=replace(_NANOTRON, num_unreleased_sequences=36.0),
+        # about 40 with two reduce-scatters.
+        unpolled_conventions=replace(_NANOTRON, num_unreleased_sequences=51.0),
         # Sleeps of `P2P._send_meta` and `_recv_meta` (branch nouamane/bench2, 2024-12-27).
         polling_conventions=replace(_NANOTRON, poll_seconds=0.1),
         links={"Hopper": "efa-p5"},

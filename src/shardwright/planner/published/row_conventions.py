@@ -33,6 +33,8 @@ def build_conventions(
     of_release = framework.conventions_since_2025 if is_recent else None
     of_release = of_release or _choose_release(row, framework, layout)
     conventions = of_release or framework.conventions
+    if conventions.name == "nanotron":
+        conventions = _describe_nanotron(row, conventions, layout)
     if conventions.name == "huggingface" and re.search(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
     ):
@@ -65,6 +67,21 @@ def build_conventions(
     return conventions
 
 
+def _describe_nanotron(
+    row: Mapping[str, str], conventions: FrameworkConventions, layout: Layout
+) -> FrameworkConventions:
+    """Return nanotron's conventions for a row's attention and ZeRO stage.
+
+    Without grouped heads, queries are a view of a tensor with keys and values, whose rotated copies
+    are other tensors (models/llama.py, `CausalSelfAttention`), and attention saves the view.
+    """
+    if read_integer(row, "kv_heads") in (None, read_integer(row, "heads")):
+        conventions = replace(conventions, num_rotary_tensors=1.0)
+    if layout.zero_stage == 1:
+        conventions = replace(conventions, gradient_bytes=4.0, has_flat_gather=True)
+    return conventions
+
+
 def _choose_release(
     row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout
 ) -> FrameworkConventions | None:
@@ -82,7 +99,7 @@ def _choose_release(
     spans_four_nodes = layout.tp > 16
     if layout.pp == 1:
         runs_ahead = num_gpus < 512 or spans_four_nodes
-        return framework.unpipelined_conventions if runs_ahead else None
+        return framework.unpolled_conventions if runs_ahead else None
     if (read_integer(row, "micro_batch") or 1) > 1:
         has_polled = num_gpus >= 256
     else:
@@ -92,4 +109,4 @@ def _choose_release(
         )
     if has_polled or spans_four_nodes:
         return framework.polling_conventions
-    return framework.pipelined_conventions if layout.pp > 2 else None
+    return framework.unpolled_conventions

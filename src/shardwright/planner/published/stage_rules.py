@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+StageRule = Literal["weighed", "even", "running_sum"]
+"""`weighed` is shardwright's own rule (`placement.partition_stages`). `even` counts layers, as
+Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
+until their cost exceeds its share of the total."""
 
 
 def assign_evenly(num_layers: int, num_stages: int) -> list[int]:

@@ -125,8 +125,13 @@ def test_performance_recipes_accumulate_in_half_precision_and_others_in_fp32() -
         source="BLOOM", notes="BF16_Optimizer with fp32 grad accumulation"
     ).candidate.engine
     assert with_fp32.gradient_bytes == 6.0
-    nanotron = read_case(source="nanotron", notes="fp32 grad accumulation").conventions
-    assert (nanotron.gradient_bytes, nanotron.reduce_bytes) == (6.0, 4.0)
+    sharded, replicated = (
+        read_case(source="nanotron", zero_stage=stage, notes="fp32 grad accumulation").conventions
+        for stage in (1, 0)
+    )
+    assert (sharded.gradient_bytes, sharded.reduce_bytes) == (4.0, 4.0)
+    assert (replicated.gradient_bytes, replicated.reduce_bytes) == (6.0, 4.0)  # buckets of DDP
+    assert (sharded.has_flat_gather, replicated.has_flat_gather) == (True, False)
 
 
 def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed() -> None:
@@ -169,6 +174,45 @@ def test_the_update_copies_gradients_unless_logits_leave_a_free_block() -> None:
     assert predict_reserve(Layout(dp_shard=1, zero_stage=1)) == pytest.approx(6 * num)
     assert predict_reserve(logit_bytes=1e6) == 0
     assert predict_reserve(update_copy_bytes=0.0, reduced_elements=0.0) == 0
+
+
+def test_the_gather_of_weights_takes_memory_unless_logits_leave_a_block_of_its_size() -> None:
+    shape = models.read_shape("llama")
+    num = ModelFacts(shape).num_parameters
+    conventions = read_case(**NANOTRON_ROW, tp=1, gpus=8, zero_stage=1).conventions
+
+    def predict_reserve(layout: Layout, micro_batch: int = 1) -> float:
+        parts = predict_parts(
+            conventions, layout, micro_batch_size=micro_batch, loss_chunk_tokens=None
+        )
+        return parts.reserve
+
+    sharded = Layout(dp_shard=4, zero_stage=1)
+    assert predict_reserve(sharded) == pytest.approx(2 * num)
+    assert predict_reserve(Layout(dp_shard=1, zero_stage=1)) == 0
+    assert predict_reserve(Layout(dp_replicate=4)) == 0
+    # The block of the fp32 logits has 4 bytes per logit, of 64 tokens per sequence.
+    largest = int(2 * num / (4 * 64 * shape.vocab_size))
+    assert predict_reserve(sharded, largest) == pytest.approx(2 * num)
+    assert predict_reserve(sharded, largest + 1) == 0
+
+
+def test_nanotrons_queries_keep_keys_and_values_unless_heads_are_grouped() -> None:
+    row = NANOTRON_ROW | {"tp": 2, "pp": 2, "gpus": 8, "zero_stage": 0}
+    plain, grouped = (
+        read_case(**row | {"kv_heads": num_heads}).conventions for num_heads in (32, 8)
+    )
+    assert replace(plain, num_rotary_tensors=0.0) == grouped
+    shape = models.read_shape("llama")
+    more, less = (
+        predict_parts(
+            replace(plain, num_rotary_tensors=number), micro_batch_size=256, loss_chunk_tokens=None
+        ).activations
+        for number in (1.0, 0.0)
+    )
+    keys = shape.num_kv_heads * shape.head_dim
+    per_token = shape.num_layers * (shape.query_width + keys) * 2  # bytes
+    assert more - less == pytest.approx(256 * 64 * per_token)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +276,20 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
     ] == [True, False]
     assert predict_run(with_space).candidate.engine.num_unreleased_sequences > 0
     assert predict_run(full).candidate.engine.num_unreleased_sequences == 0
-    pipelined = read_case(**row | {"tp": 4, "pp": 2}, micro_batch=1)
-    assert pipelined.candidate.engine.num_unreleased_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_passes", "num_unreleased"),
+    [(16, None, 51), (8, 2, 0), (6, 4, 26), (3, 8, 42), (2, 16, 51), (6, 1, 0)],
+)
+def test_sequences_of_passes_that_the_host_has_launched_early_stay_unreleased(
+    num_layers: int, num_passes: float | None, num_unreleased: int
+) -> None:
+    conventions = read_case(**NANOTRON_ROW, gpus=128, tp=8, pp=4).conventions
+    num_bytes = conventions.compute_sequence_buffer_bytes(
+        2.0, num_layers=num_layers, num_passes=num_passes
+    )
+    assert num_bytes == 2.0 * (num_unreleased + 2)  # two persistent buffers
 
 
 @pytest.mark.parametrize(
@@ -242,13 +298,13 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
         (256, 16, 1, 1, True, False),
         (512, 16, 1, 1, False, False),
         (512, 32, 1, 1, True, False),
-        (128, 8, 2, 2, False, False),
+        (128, 8, 2, 2, True, False),
         (128, 8, 4, 2, True, False),
         (128, 32, 4, 2, False, True),
         (256, 8, 4, 1, True, False),
         (256, 8, 4, 2, False, True),
         (512, 8, 2, 1, False, True),
-        (128, 8, 2, 1, False, False),
+        (128, 8, 2, 1, True, False),
     ],
 )
 def test_releases_of_nanotrons_table(
