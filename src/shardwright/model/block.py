@@ -147,6 +147,7 @@ class Block(nn.Module):
             mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)
             return mlp_out + attention_out + x_BTD, statistics
         x_BTD, normed_BTD = self._add_and_normalise(x_BTD, attention_out)
+        del attention_out  # freed before the feed-forward allocates
         mlp_out, statistics = self._apply_mlp(normed_BTD, context, dropout)
         mlp_out = self.post_mlp_norm(mlp_out)
         mlp_out = self._apply_dropout(mlp_out, DropoutSite.FEED_FORWARD, local_dropout)

@@ -90,7 +90,9 @@ def chunked_cross_entropy(
     docs/decisions/0001-chunked-cross-entropy.md.
     """
     hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
-    head = _LogitTransform(bias_V, logit_scale, soft_cap, label_smoothing, vocabulary, fused_losses)
+    head = _LogitTransform(
+        bias_V, logit_scale, soft_cap, label_smoothing, vocabulary, fused_losses, loss_gradient
+    )
     weights_S = (
         weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
     )
@@ -105,7 +107,6 @@ def chunked_cross_entropy(
         head,
         grad_enabled,
         working_VD,
-        loss_gradient if head.is_fused else None,
     )
     return loss
 
@@ -224,6 +225,8 @@ class _LogitTransform:
     label_smoothing: float
     vocabulary: VocabularyShard | None
     fused_losses: FusedLosses | None = None
+    loss_gradient: Tensor | None = None
+    """Factor of the gradient that fused losses compute; None for 1."""
 
     @property
     def is_identity(self) -> bool:
@@ -243,7 +246,6 @@ class _LogitTransform:
         weights_C: Tensor | None,
         *,
         needs_gradient: bool,
-        loss_gradient: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum the weighted losses of a chunk's tokens; also return d loss / d product, times
         `loss_gradient` if losses are fused."""
@@ -253,8 +255,8 @@ class _LogitTransform:
             options = (self.logit_scale, self.soft_cap or 0.0, self.label_smoothing)
             sum_dtype = torch.promote_types(chunk.logits_CV.dtype, torch.float32)
             factors_C1 = labels_C1.new_ones(labels_C1.shape, dtype=sum_dtype)
-            if loss_gradient is not None:
-                factors_C1 *= loss_gradient
+            if self.loss_gradient is not None:
+                factors_C1 *= self.loss_gradient
             if weights_C is not None:
                 factors_C1 *= weights_C.unsqueeze(1)
             loss_C = self.fused_losses(chunk.logits_CV, labels_C1, factors_C1, *options).squeeze(1)
@@ -332,6 +334,21 @@ class _LogitTransform:
         return grad_CV
 
 
+def _add_product(
+    sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, product_VD: Tensor | None, *, is_first: bool
+) -> None:
+    """Add a chunk's product to the sum, or replace it by the first; `product_VD` is memory for a
+    product of lower precision, None if it has the sum's."""
+    if product_VD is None:
+        sum_VD.addmm_(grad_CV.T, hidden_CD, beta=int(not is_first))
+        return
+    torch.mm(grad_CV.T, hidden_CD, out=product_VD)
+    if is_first:
+        sum_VD.copy_(product_VD)
+    else:
+        add_lower_precision(sum_VD, product_VD)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Sum of token losses; gradients are computed in forward and scaled in backward."""
 
@@ -347,7 +364,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head: _LogitTransform,
         grad_enabled: bool,
         working_VD: Tensor | None,
-        loss_gradient: Tensor | None,
     ) -> Tensor:
         # Gradient mode is always off here, so the caller states whether a backward pass
         # follows.
@@ -368,11 +384,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums_wide = compute_dtype != sum_dtype and has_wide_sums(hidden_SD)
         loss = hidden_SD.new_zeros((), dtype=sum_dtype)
         grad_hidden_SD = torch.empty_like(hidden_SD) if needs_grad[0] else None
-        grad_weight_VD = (
-            hidden_SD.new_empty(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
-        )
-        if grad_weight_VD is not None and not chunks:
-            grad_weight_VD.zero_()
+        allocate = hidden_SD.new_empty if chunks else hidden_SD.new_zeros
+        grad_weight_VD = allocate(weight_VD.shape, dtype=sum_dtype) if needs_grad[1] else None
         grad_bias_V = (
             hidden_SD.new_zeros(weight_VD.shape[0], dtype=sum_dtype) if needs_grad[2] else None
         )
@@ -391,11 +404,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 None if weights_S is None else weights_S[start : start + chunk_tokens].to(sum_dtype)
             )
             loss_sum, grad_CV = head.compute_chunk(
-                chunk,
-                labels_C1,
-                weights_C,
-                needs_gradient=any(needs_grad),
-                loss_gradient=loss_gradient,
+                chunk, labels_C1, weights_C, needs_gradient=any(needs_grad)
             )
             loss += loss_sum
             if grad_CV is None:
@@ -409,20 +418,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(
                     grad_CV, product_weight_VD, out=grad_hidden_SD[start : start + chunk_tokens]
                 )
-            if grad_weight_VD is None:
-                continue
-            is_first = start == 0
-            if sums_wide:
-                add_product(grad_weight_VD, grad_CV.T, hidden_CD, is_first=is_first)
-            elif product_VD is None:
-                grad_weight_VD.addmm_(grad_CV.T, hidden_CD, beta=int(not is_first))
-            elif is_first:
-                grad_weight_VD.copy_(torch.mm(grad_CV.T, hidden_CD, out=product_VD))
-            else:
-                add_lower_precision(grad_weight_VD, torch.mm(grad_CV.T, hidden_CD, out=product_VD))
+            if grad_weight_VD is not None and sums_wide:
+                add_product(grad_weight_VD, grad_CV.T, hidden_CD, is_first=start == 0)
+            elif grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_CV, hidden_CD, product_VD, is_first=start == 0)
 
         ctx.save_for_backward(grad_hidden_SD, grad_weight_VD, grad_bias_V)
-        ctx.loss_gradient = loss_gradient
+        ctx.loss_gradient = head.loss_gradient if head.is_fused else None
         ctx.dtypes = (hidden_SD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss
 
@@ -442,4 +444,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             elif stored is not None:
                 stored.mul_(grad_loss)
             gradients.append(None if stored is None else stored.to(dtype))
-        return (*gradients, *[None] * 7)
+        return (*gradients, *[None] * 6)

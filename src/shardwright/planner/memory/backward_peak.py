@@ -156,14 +156,15 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     tensors."""
     live = peak = tensor_bytes.stream
     if tensor_bytes.is_repeated and tensor_bytes.routed:
-        # The end of the repeated forward pass: input of the feed-forward, and results of experts in
-        # the order of the exchange and of the tokens, or those of adapters, scaled and not. The
-        # gradient is gathered before it.
+        # The end of the repeated forward pass: input of the feed-forward, unless rows are sent to
+        # other ranks, and results of experts in the order of the exchange and of the tokens, or
+        # those of adapters, scaled and not. The gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
         num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
         results = tensor_bytes.routed * num_results - tensor_bytes.unpadded
         peak += 2.0 * tensor_bytes.exchanged or results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
+        peak -= tensor_bytes.stream if num_parts else 0.0
     if tensor_bytes.is_repeated:
         peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
     for operation in _list_operations(tensor_bytes):
@@ -198,19 +199,18 @@ def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
 def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
     """Compute the bytes at the end of a block's forward pass with adapters, next to the results of
     its products: sums of product and adapter, the product of both projections, the feed-forward's
-    input, the residual stream before it, and the scaled and added output."""
+    input, and the scaled and added output."""
     inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
     output = max(tensor_bytes.routed, tensor_bytes.gathered)
-    return inner + tensor_bytes.gathered + 2.0 * output + 2.0 * tensor_bytes.stream
+    return inner + tensor_bytes.gathered + 2.0 * output + tensor_bytes.stream
 
 
 def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
     """Compute the bytes next to saved tensors where a forward pass quantises the operands of its
-    last product: the result of attention's branch, and the feed-forward's input before a gather."""
+    last product: its temporaries, and the feed-forward's input before a gather."""
     if not block.temporaries.down.output:
         return 0.0
-    num_streams = 2.0 if block.should_gather_gradient else 1.0
-    return block.temporaries.down.output + num_streams * block.stream
+    return block.temporaries.down.output + block.should_gather_gradient * block.stream
 
 
 class _Operation(NamedTuple):

@@ -1,9 +1,9 @@
-"""Bytes on the rank with the most memory, by part, at the three possible peaks of a step.
+"""Bytes on the rank with the most memory, by part, at the possible peaks of a step.
 
     loss      all activations in flight are saved; the loss has its logits, and one group of
               parameters is gathered beyond what the backward pass needs
-    backward  most activations are freed, gradients are complete, reduction buffers are in use,
-              the embedding's gradient is computed
+    backward  most activations are freed, gradients are complete, reduction buffers are in use
+    embedding the last layer of a pass is freed, the embedding's gradient is added
     update    no activations; optimizer states and working weights, as at all times. Stages 1 and 2
               gather parameters for the next step, but without the whole gradients that
               exist when they are gathered in the backward pass: it is larger
@@ -72,6 +72,7 @@ def predict_memory(
             _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
             for moment in last_passes
         ),
+        *_list_embedding_peaks(facts, candidate, load, persistent, live),
         _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
@@ -266,8 +267,7 @@ def _compute_backward_peak(
     num_layers: int,
     activation_bytes: float,
 ) -> MemoryParts:
-    """Return memory at the end of the last steady-state backward pass: one pass less in flight,
-    the embedding's gradient in progress.
+    """Return memory at the end of the last steady-state backward pass: one pass less in flight.
 
     `num_layers` have not finished; beyond the first one, the offloaded activations of another one
     return.
@@ -288,16 +288,8 @@ def _compute_backward_peak(
         workspaces,
         compute_reduction_bytes(candidate, count_root_elements(facts, candidate, load)) - freed,
     )
-    if (
-        not candidate.is_sharded
-        and candidate.adapter is None
-        and is_accumulated
-        and load.has_embedding
-    ):
-        # A gradient that is added to an existing one is allocated first.
-        workspaces += (
-            facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
-        )
+    if not candidate.engine.has_ordered_frees:
+        workspaces += _compute_second_embedding_bytes(facts, candidate, load)
     gradients = persistent.gradients + persistent.reduced_gradients
     if candidate.adapter is None and load.has_embedding and not is_accumulated:
         gradients -= compute_pending_gradient_bytes(
@@ -320,3 +312,44 @@ def _compute_backward_peak(
         + persistent.moved.compute_weight_bytes(1.0 + max(num_returning, layout.pp > 1)),
         workspaces=workspaces,
     )
+
+
+def _compute_second_embedding_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad
+) -> float:
+    """Compute the bytes of the embedding's gradient that is added to an existing one: it is
+    allocated first."""
+    if (
+        candidate.is_sharded
+        or candidate.adapter is not None
+        or candidate.gradient_accumulation_steps == 1
+        or not load.has_embedding
+    ):
+        return 0.0
+    return facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes
+
+
+def _list_embedding_peaks(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: LiveActivations,
+) -> list[MemoryParts]:
+    """Return memory where the last layer of a pass is freed and the gradient of the embedding is
+    added to an existing one, if it is. Next to it are that of the rows, converted, and the saved
+    tensors of other passes."""
+    workspaces = _compute_second_embedding_bytes(facts, candidate, load)
+    if not workspaces or not candidate.engine.has_ordered_frees:
+        return []
+    rows = candidate.residual_tokens * facts.shape.hidden_size
+    others = live.compute_saved_bytes(max(0.0, load.num_in_flight - 1.0))
+    return [
+        MemoryParts(
+            weights=persistent.weights,
+            optimizer=persistent.optimizer,
+            gradients=persistent.gradients + persistent.reduced_gradients,
+            activations=others + rows * max(candidate.master_bytes, candidate.activation_bytes),
+            workspaces=workspaces,
+        )
+    ]
