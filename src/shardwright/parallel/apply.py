@@ -198,9 +198,7 @@ def apply_layout(
             offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
-            # One graph for each shape of a matrix.
-            fill = compile_function(fill_operands, max_graphs=64) if compile_blocks else None
-            decoder.working_weights = WorkingWeights(decoder, precision.compute, fill)
+            decoder.working_weights = _copy_weights(decoder, precision, compile_blocks)
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
     excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
     replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
@@ -260,6 +258,14 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
         options["backend"] = SplitBackward(gradient_store)
     let_compiler_trace_kernels()
     decoder.compile_blocks(**options)
+
+
+def _copy_weights(
+    decoder: Decoder, precision: PrecisionDtypes, compile_codes: bool
+) -> WorkingWeights:
+    # One graph for each shape of a matrix.
+    fill = compile_function(fill_operands, max_graphs=64) if compile_codes else None
+    return WorkingWeights(decoder, precision.compute, fill)
 
 
 def _exclude_from_ddp(
