@@ -17,7 +17,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +32,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, RankGrid
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy
+from shardwright.numerics import ChunkedLoss
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.context import ring_attention, ulysses
@@ -181,7 +180,7 @@ def build(
     shape = read_config(config)
     precision = PrecisionSection(kind="fp32")
     with torch.device("meta"):
-        decoder = Decoder(shape, loss_function=partial(chunked_cross_entropy, chunk_tokens=1024))
+        decoder = Decoder(shape, loss_function=ChunkedLoss(1024))
     specs = {spec.name: spec for spec in shape.list_parameters()}
     model = apply_layout(
         decoder,

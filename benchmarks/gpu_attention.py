@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from shardwright.config.model import AttentionSetting
 from shardwright.config.training import PrecisionSection
 from shardwright.model.decoder import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics.loss import chunked_cross_entropy
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.precision import resolve_dtypes
 
 _SIZES: dict[str, Any] = {"vocab_size": 8192, "num_hidden_layers": 4, "pad_token_id": None}
@@ -159,7 +158,7 @@ def _build_pass(
     decoder = Decoder(
         shape,
         attention=attention,
-        loss_function=partial(chunked_cross_entropy, chunk_tokens=1024),
+        loss_function=ChunkedLoss(1024),
         compute_dtype=resolve_dtypes(section).compute,
     )
     with torch.no_grad():

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy, resolve_dtypes
+from shardwright.numerics import ChunkedLoss, resolve_dtypes
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.comm_timing import time_wait, use_timer
 from shardwright.plans import BatchPlan, build_plan
@@ -89,7 +88,7 @@ def build_model(layout: Layout) -> ParallelModel:
     with torch.device("meta"):
         decoder = Decoder(
             shape,
-            loss_function=partial(chunked_cross_entropy, chunk_tokens=256),
+            loss_function=ChunkedLoss(256),
             compute_dtype=resolve_dtypes(precision).compute,
         )
     specs = {spec.name: spec for spec in shape.list_parameters()}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import RankGrid
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.pointwise.operators import differentiate_token_losses
-from shardwright.numerics import LossScaler, chunked_cross_entropy
+from shardwright.numerics import ChunkedLoss, LossScaler
 from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
@@ -257,10 +256,8 @@ def build_model(
         decoder = build_decoder(
             plan.shape,
             attention="explicit" if problem.attention == "explicit" else "auto",
-            loss_function=partial(
-                chunked_cross_entropy,
-                chunk_tokens=_CHUNK_TOKENS,
-                fused_losses=differentiate_token_losses if plan.has_fused_losses else None,
+            loss_function=ChunkedLoss(
+                _CHUNK_TOKENS, differentiate_token_losses if plan.has_fused_losses else None
             ),
             compute_dtype=problem.torch_dtype,
             expert_rules=problem.case.expert_rules,
