@@ -160,7 +160,9 @@ def build_section(recipe: LowPrecisionRecipe) -> LowPrecisionSection:
     return FP8Section(recipe=recipe, compute="fp64")
 
 
-def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> ParallelModel:
+def build_model(
+    cell: Cell, *, compute_dtype: torch.dtype = torch.float64, compile_blocks: bool = False
+) -> ParallelModel:
     shape = read_config(cell.config)
     if cell.adapters is not None:
         shape = add_adapters(shape, cell.adapters)
@@ -198,6 +200,7 @@ def build_model(cell: Cell, *, compute_dtype: torch.dtype = torch.float64) -> Pa
         build_mesh(cell.layout, "cpu"),
         torch.device("cpu"),
         read_slice=read_slice,
+        compile_blocks=compile_blocks,
     )
 
 

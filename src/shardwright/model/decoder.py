@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         its choice could differ between runs.
         """
         if torch.are_deterministic_algorithms_enabled() and "backend" not in options:
-            options.setdefault("options", {"deterministic": True})
+            options["options"] = {**options.get("options", {}), "deterministic": True}
         for block in self.blocks:
             block.compile_forward(**options)
 

@@ -21,13 +21,13 @@ from shardwright.numerics.compilation import find_compiler_obstacle
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS: dict[str, Any] = {
+_ROUNDING_OPTIONS: dict[str, Any] = {
     # No multiplication is contracted into an addition, and no cast to 16 bits is left out.
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-"""Inductor's options for PyTorch's own rounding; those that a version lacks are left out."""
+"""Inductor's options for PyTorch's own rounding."""
 
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Compiled functions of this process: each has one list of graphs for all its callers."""
@@ -129,10 +129,7 @@ def compile_function(formulation: Callable[..., Any], *, max_graphs: int = 8) ->
         max_graphs: Maximum number of shapes; with more, a call fails.
     """
     if formulation not in _compiled:
-        from torch._inductor import list_options  # imports the compiler
-
-        known = set(list_options())
-        options = {key: value for key, value in _OPTIONS.items() if key in known}
+        options = list_rounding_options()
         compiled = torch.compile(formulation, fullgraph=True, dynamic=False, options=options)
 
         def call(*arguments: Any) -> Any:
@@ -147,6 +144,14 @@ def compile_function(formulation: Callable[..., Any], *, max_graphs: int = 8) ->
 
         _compiled[formulation] = call
     return _compiled[formulation]
+
+
+def list_rounding_options() -> dict[str, Any]:
+    """List Inductor's options for PyTorch's own rounding, without those that torch lacks."""
+    from torch._inductor import list_options  # imports the compiler
+
+    known = set(list_options())
+    return {key: value for key, value in _ROUNDING_OPTIONS.items() if key in known}
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

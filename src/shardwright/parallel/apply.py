@@ -56,7 +56,7 @@ from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_operands import fill_operands
 from shardwright.model.products.working_weights import WorkingWeights
-from shardwright.numerics.function_compiler import compile_function
+from shardwright.numerics.function_compiler import compile_function, list_rounding_options
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
@@ -254,8 +254,15 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     # Rows of a length of their own would each be a graph. None lets torch assume that shapes
     # stay, and generalise only those that change after all (an evaluation's batch).
     options: dict[str, Any] = {"dynamic": None if plan.batch.row_multiple is None else True}
+    rounding: dict[str, Any] = {}
+    if plan.precision.low_precision is not None:
+        # What is quantised may not depend on what a layout lets Inductor fuse: a cast to 16 bits
+        # within a kernel is left out otherwise.
+        rounding = list_rounding_options()
     if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
-        options["backend"] = SplitBackward(gradient_store)
+        options["backend"] = SplitBackward(gradient_store, options=rounding)
+    elif rounding:
+        options["options"] = rounding
     let_compiler_trace_kernels()
     decoder.compile_blocks(**options)
 

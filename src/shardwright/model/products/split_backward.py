@@ -11,7 +11,7 @@ torch has no public function for this: docs/decisions/0174-compiled-split-backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -45,16 +45,20 @@ class SplitBackward:
     """
 
     def __init__(
-        self, store: WeightGradientStore, compile_block: BlockCompiler | None = None
+        self,
+        store: WeightGradientStore,
+        compile_block: BlockCompiler | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Build a backend.
 
         Args:
             store: collects the gradients that I leaves to W.
             compile_block: None compiles with Inductor.
+            options: options of Inductor.
         """
         self._store = store
-        self._compile_block = compile_block or compile_with_inductor
+        self._compile_block = compile_block or partial(compile_with_inductor, options=options or {})
         self._matrices: list[nn.Parameter] = []
         """Matrices of the block whose backward pass runs."""
 
@@ -254,21 +258,25 @@ def _extract(
 
 
 def compile_with_inductor(
-    graph: fx.GraphModule, inputs: Sequence[Any], compile_backward: BackwardCompiler
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    compile_backward: BackwardCompiler,
+    *,
+    options: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Compile a block with Inductor."""
+    """Compile a block with Inductor and its options."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def compile_part(part: fx.GraphModule, part_inputs: Sequence[Any], **options: Any) -> Any:
-        if not options.get("is_backward"):
-            return compile_fx_inner(part, part_inputs, **options)
+    def compile_part(part: fx.GraphModule, part_inputs: Sequence[Any], **details: Any) -> Any:
+        if not details.get("is_backward"):
+            return compile_fx_inner(part, part_inputs, **details)
 
         def compile_half(
             half: fx.GraphModule, half_inputs: Sequence[Any], *, has_static_inputs: bool
         ) -> CompiledGraph:
-            statics = options.get("static_input_idxs", ()) if has_static_inputs else ()
-            return compile_fx_inner(half, half_inputs, **{**options, "static_input_idxs": statics})
+            statics = details.get("static_input_idxs", ()) if has_static_inputs else ()
+            return compile_fx_inner(half, half_inputs, **{**details, "static_input_idxs": statics})
 
         return compile_backward(part, part_inputs, compile_half)
 
@@ -276,8 +284,10 @@ def compile_with_inductor(
     # to their memory. torch's cache of whole blocks would store what is no code of Inductor.
     with config.patch(donated_buffer=False, enable_autograd_cache=False):
         # Inductor measures no kernels then: its choice could differ between runs.
-        patches = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
+        patches = dict(options)
+        if torch.are_deterministic_algorithms_enabled():
+            patches["deterministic"] = True
         compiled: Any = compile_fx(
-            graph, inputs, inner_compile=compile_part, config_patches=patches
+            graph, inputs, inner_compile=compile_part, config_patches=patches or None
         )
     return compiled
