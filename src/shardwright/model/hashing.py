@@ -13,8 +13,7 @@ def mix_bits(x: Tensor) -> Tensor:
     around. `>>` extends the sign; the masks remove it. Memory: two tensors in addition to `x`.
     """
     x = _multiply_in_place((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x), 0x7FEB352D)
-    shifted = (x >> 15).bitwise_and_(0x1FFFF)
-    x = _multiply_in_place(x.bitwise_xor_(shifted), to_int32(0x846CA68B))
+    x = _multiply_in_place(x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)), to_int32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
-from shardwright.model import Decoder, decoder
+from shardwright.model import Decoder
+from shardwright.numerics import ChunkedLoss
 from shardwright.parallel import ParallelModel, ddp
 from shardwright.training import step
 from shardwright.verification import cell
@@ -179,8 +180,14 @@ def reduce_before_last_micro_batch() -> Iterator[None]:
 @contextmanager
 def drop_gradient_of_tied_head() -> Iterator[None]:
     """Drop one of the two gradients of a tied weight."""
-    read_weight = decoder.read_weight
-    with patch.object(decoder, "read_weight", lambda *arguments: read_weight(*arguments).detach()):
+    call = ChunkedLoss.__call__
+
+    def call_without_weight(
+        self: ChunkedLoss, hidden_ND: Tensor, weight_VD: Tensor, *arguments: Any, **options: Any
+    ) -> Tensor:
+        return call(self, hidden_ND, weight_VD.detach(), *arguments, **options)
+
+    with patch.object(ChunkedLoss, "__call__", call_without_weight):
         yield
 
 

@@ -58,7 +58,10 @@ class SplitBackward:
             options: options of Inductor.
         """
         self._store = store
-        self._compile_block = compile_block or partial(compile_with_inductor, options=options or {})
+        self.inductor_options = options or {}
+        self._compile_block = compile_block or partial(
+            compile_with_inductor, options=self.inductor_options
+        )
         self._matrices: list[nn.Parameter] = []
         """Matrices of the block whose backward pass runs."""
 
