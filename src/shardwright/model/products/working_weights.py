@@ -92,6 +92,11 @@ class WorkingWeight(_Copy):
         super().__init__(master)
         self.tensor = tensor
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The copy, as a list."""
+        return [self.tensor]
+
 
 class _QuantisedWeight(_Copy):
     """The operands of one weight that multiplies quantised operands."""
@@ -108,6 +113,13 @@ class _QuantisedWeight(_Copy):
         """The weight with outputs before inputs."""
         weight = self.master.detach()
         return weight.mT if self.is_transposed else weight
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Codes and scales."""
+        working = self.products.working
+        assert working is not None
+        return [tensor for operand in working.list_sets() for tensor in list_tensors(operand)]
 
 
 class WorkingWeights:
@@ -131,40 +143,33 @@ class WorkingWeights:
             if name.startswith(PREFIX)
         ]
         self._fill = fill or fill_operands
-        self._weights: dict[Tensor, WorkingWeight] = {}
-        self._quantised: dict[Tensor, _QuantisedWeight] = {}
+        self._copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {}
         for module, name in slots:
             parameter = module.get_parameter(name)
             if not parameter.is_floating_point() or parameter.dtype == dtype:
                 continue
-            assert parameter not in self._weights, f"{name} has two working weights"
+            assert parameter not in self._copies, f"{name} has two working weights"
             products: ScaledProducts | None = getattr(module, "scaled", None)
             if products is None or name != "weight":
                 copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 setattr(module, PREFIX + name, copy)
-                self._weights[parameter] = WorkingWeight(parameter, copy)
+                self._copies[parameter] = WorkingWeight(parameter, copy)
                 continue
             weight = _QuantisedWeight(parameter, products, is_transposed=bool(module.is_transposed))
             products.working = allocate_operands(
                 weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
             )
-            self._quantised[parameter] = weight
+            self._copies[parameter] = weight
 
     @property
     def copies(self) -> list[Tensor]:
         """Tensors of all working weights, and of codes and scales."""
-        operands = [
-            operand
-            for weight in self._quantised.values()
-            if weight.products.working is not None
-            for operand in weight.products.working.list_sets()
-        ]
-        tensors = [weight.tensor for weight in self._weights.values()]
-        return tensors + [tensor for operand in operands for tensor in list_tensors(operand)]
+        return [tensor for copy in self._copies.values() for tensor in copy.tensors]
 
     def find(self, parameter: Tensor) -> WorkingWeight | None:
         """Return the working weight of a parameter; None if it has none, or codes."""
-        return self._weights.get(parameter)
+        copy = self._copies.get(parameter)
+        return copy if isinstance(copy, WorkingWeight) else None
 
     def mark_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
         """State that the parameters (default: all) may have changed."""
@@ -200,13 +205,9 @@ class WorkingWeights:
     def _select(
         self, parameters: Iterable[Tensor] | None
     ) -> list[WorkingWeight | _QuantisedWeight]:
-        copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {
-            **self._weights,
-            **self._quantised,
-        }
         if parameters is None:
-            return list(copies.values())
-        return [copies[each] for each in parameters if each in copies]
+            return list(self._copies.values())
+        return [self._copies[each] for each in parameters if each in self._copies]
 
 
 def declare_working_weight(module: nn.Module, *names: str) -> None:
