@@ -56,6 +56,15 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         device = parameter.device if group["fused"] else None
         return torch.zeros((), dtype=torch.float32, device=device)
 
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Prepare the next update of these pieces."""
+        self._rule.prepare(pieces)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared for the next step."""
+        super().discard_preparation()
+        self._rule.discard_preparation()
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         self._rule.update(pieces, self.gradient_factor)
@@ -74,6 +83,17 @@ class AdamWRule:
         self._fused = fused
         self._foreach = foreach
         self._one_pass = OnePassAdamW(compile_function) if compile_function and fused else None
+
+    def prepare(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Do what the next update of these pieces needs besides the gradients' factor."""
+        if self._one_pass is not None:
+            for group, members in _collect_by_group(pieces):
+                self._one_pass.prepare(members, group)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared."""
+        if self._one_pass is not None:
+            self._one_pass.discard_preparation()
 
     def update(self, pieces: Sequence[ParameterPiece], gradient_factor: float) -> None:
         """Update pieces with their gradients times a factor."""

@@ -125,11 +125,48 @@ def update_separately(
         tensors.copy.copy_(tensors.weights)
 
 
+class _PreparedUpdate(NamedTuple):
+    """Arguments of a piece's update; the factor in its numbers is to be replaced."""
+
+    tensors: AdamWTensors
+    numbers: AdamWNumbers
+    constants: AdamWConstants
+    function: Any
+
+
 class OnePassAdamW:
     """Update of the pieces for which the compiler has a function with the right bits."""
 
     def __init__(self, compile_function: CompileFunction) -> None:
         self._compile_function = compile_function
+        self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
+        """By the piece's id; None if the one pass does not apply."""
+
+    def prepare(self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any]) -> None:
+        """Do for pieces of one group what their next update needs besides the gradients' factor.
+
+        It changes no state and waits for nothing.
+        """
+        beta1, beta2 = group["betas"]
+        constants = AdamWConstants(beta1, beta2, group["eps"])
+        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
+        for piece in pieces:
+            self._prepared[id(piece)] = (piece, None)
+            tensors = _collect_tensors(piece)
+            function = None if tensors is None else self._find_function(tensors, constants)
+            if tensors is not None and function is not None:
+                chosen.append((piece, _mark_varying(tensors), function))
+        if not chosen:
+            return
+        steps = list(torch._foreach_add([piece.state["step"] for piece, _, _ in chosen], 1))
+        all_numbers = compute_numbers(steps, group, constants, gradient_factor=1.0)
+        for (piece, tensors, function), numbers in zip(chosen, all_numbers, strict=True):
+            prepared = _PreparedUpdate(tensors, numbers, constants, function)
+            self._prepared[id(piece)] = (piece, prepared)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared; it holds gradients."""
+        self._prepared.clear()
 
     def update(
         self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any], gradient_factor: float
@@ -138,27 +175,18 @@ class OnePassAdamW:
 
         Gradients stay as they are.
         """
-        beta1, beta2 = group["betas"]
-        constants = AdamWConstants(beta1, beta2, group["eps"])
-        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
-        remaining: list[ParameterPiece] = []
-        for piece in pieces:
-            tensors = _collect_tensors(piece)
-            update = None if tensors is None else self._find_function(tensors, constants)
-            if tensors is None or update is None:
-                remaining.append(piece)
-            else:
-                chosen.append((piece, tensors, update))
+        self.prepare([piece for piece in pieces if id(piece) not in self._prepared], group)
+        all_prepared = [self._prepared.pop(id(piece)) for piece in pieces]
+        chosen = [(piece, prepared) for piece, prepared in all_prepared if prepared is not None]
         if not chosen:
-            return remaining
-        steps = [piece.state["step"] for piece, _, _ in chosen]
-        torch._foreach_add_(steps, 1)
-        all_numbers = compute_numbers(steps, group, constants, gradient_factor)
-        for (piece, tensors, update), numbers in zip(chosen, all_numbers, strict=True):
-            update(_mark_varying(tensors), numbers, constants)
+            return list(pieces)
+        torch._foreach_add_([piece.state["step"] for piece, _ in chosen], 1)
+        factor = torch.tensor(gradient_factor, dtype=torch.float32)
+        for piece, (tensors, numbers, constants, function) in chosen:
+            function(tensors, numbers._replace(gradient_factor=factor), constants)
             if piece.copy is not None:
                 piece.copy.mark_current()
-        return remaining
+        return [piece for piece, prepared in all_prepared if prepared is None]
 
     def _find_function(self, tensors: AdamWTensors, constants: AdamWConstants) -> Any:
         """Return the compiled function for these dtypes and constants; None if there is none."""
