@@ -75,7 +75,7 @@ _SMALL = {
     "tie_word_embeddings": True,
 }
 SIZES = {
-    "real": Sizes(8192, (14336, 4096), 4, 32, (2, 4096), 8, 200, 3, _SMALL, (16, 512)),
+    "real": Sizes(8192, (14336, 4096), 4, 32, (2, 4096), 4, 200, 3, _SMALL, (16, 512)),
     "tiny": Sizes(
         128,
         (256, 128),
@@ -136,14 +136,15 @@ def time_steps(
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    num_steps = max(2, sizes.timed_steps // num_micro_batches)
     start_seconds = time.perf_counter()
-    for _ in range(sizes.timed_steps):
+    for _ in range(num_steps):
         run_passes()
         run_update()
     wait(device)
-    seconds = (time.perf_counter() - start_seconds) / sizes.timed_steps
+    seconds = (time.perf_counter() - start_seconds) / num_steps
     pass_seconds: list[float] = []
-    for _ in range(sizes.timed_steps):
+    for _ in range(num_steps):
         start_seconds = time.perf_counter()
         run_passes()
         wait(device)
