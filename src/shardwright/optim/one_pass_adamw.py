@@ -147,8 +147,7 @@ class OnePassAdamW:
 
         It changes no state and waits for nothing.
         """
-        beta1, beta2 = group["betas"]
-        constants = AdamWConstants(beta1, beta2, group["eps"])
+        constants = _get_constants(group)
         chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
         for piece in pieces:
             self._prepared[id(piece)] = (piece, None)
@@ -202,6 +201,11 @@ class OnePassAdamW:
             partial(_make_sample, copy_dtype, constants),
         )
         return None if update is update_separately else update
+
+
+def _get_constants(group: Mapping[str, Any]) -> AdamWConstants:
+    beta1, beta2 = group["betas"]
+    return AdamWConstants(beta1, beta2, group["eps"])
 
 
 def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:

@@ -389,10 +389,11 @@ def update_parameters(
         / loss_scale
     )
     norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
-    if isinstance(optimizer, UpdateByPiece):  # while the device computes the gradients
-        set_learning_rate(optimizer, learning_rate)
+    if isinstance(optimizer, UpdateByPiece):
         _pass_on(model, optimizer)
-        optimizer.prepare_step()
+        if not isinstance(optimizer, OffloadedOptimizer):  # its last update may still be running
+            set_learning_rate(optimizer, learning_rate)
+            optimizer.prepare_step()  # while the device computes the gradients
     read_values: list[list[float]] = []
     beyond_limit = 0
     if rows_beyond_limit is not None:
