@@ -56,6 +56,10 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         device = parameter.device if group["fused"] else None
         return torch.zeros((), dtype=torch.float32, device=device)
 
+    def prepare_pieces(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Compute what depends on step counts for all pieces at once."""
+        self._rule.prepare(counts, self.gradient_factor)
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         self._rule.update(pieces, self.gradient_factor)
@@ -74,6 +78,13 @@ class AdamWRule:
         self._fused = fused
         self._foreach = foreach
         self._one_pass = OnePassAdamW(compile_function) if compile_function and fused else None
+
+    def prepare(
+        self, counts: Sequence[tuple[Tensor, dict[str, Any]]], gradient_factor: float
+    ) -> None:
+        """Compute what depends on the step counts of the next update's pieces."""
+        if self._one_pass is not None:
+            self._one_pass.prepare(counts, gradient_factor)
 
     def update(self, pieces: Sequence[ParameterPiece], gradient_factor: float) -> None:
         """Update pieces with their gradients times a factor."""

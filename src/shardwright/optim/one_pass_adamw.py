@@ -130,6 +130,24 @@ class OnePassAdamW:
 
     def __init__(self, compile_function: CompileFunction) -> None:
         self._compile_function = compile_function
+        self._prepared: dict[int, AdamWNumbers] = {}
+        """Numbers of the next update of a piece, by id of its step count."""
+
+    def prepare(
+        self, counts: Sequence[tuple[Tensor, Mapping[str, Any]]], gradient_factor: float
+    ) -> None:
+        """Compute the numbers of the next update of all pieces, given by step count and group.
+
+        On a GPU that takes a dozen kernels for all pieces of a group, or for each.
+        """
+        self._prepared = {}
+        groups = {id(group): group for _, group in counts}
+        for key, group in groups.items():
+            steps = [step for step, owner in counts if id(owner) == key and not step.is_cpu]
+            if steps:
+                following = torch._foreach_add(steps, 1)
+                numbers = compute_numbers(following, group, _get_constants(group), gradient_factor)
+                self._prepared |= zip(map(id, steps), numbers, strict=True)
 
     def update(
         self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any], gradient_factor: float
@@ -138,8 +156,7 @@ class OnePassAdamW:
 
         Gradients stay as they are.
         """
-        beta1, beta2 = group["betas"]
-        constants = AdamWConstants(beta1, beta2, group["eps"])
+        constants = _get_constants(group)
         chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
         remaining: list[ParameterPiece] = []
         for piece in pieces:
@@ -153,7 +170,10 @@ class OnePassAdamW:
             return remaining
         steps = [piece.state["step"] for piece, _, _ in chosen]
         torch._foreach_add_(steps, 1)
-        all_numbers = compute_numbers(steps, group, constants, gradient_factor)
+        if all(id(step) in self._prepared for step in steps):
+            all_numbers = [self._prepared.pop(id(step)) for step in steps]
+        else:
+            all_numbers = compute_numbers(steps, group, constants, gradient_factor)
         for (piece, tensors, update), numbers in zip(chosen, all_numbers, strict=True):
             update(_mark_varying(tensors), numbers, constants)
             if piece.copy is not None:
@@ -174,6 +194,11 @@ class OnePassAdamW:
             partial(_make_sample, copy_dtype, constants),
         )
         return None if update is update_separately else update
+
+
+def _get_constants(group: Mapping[str, Any]) -> AdamWConstants:
+    beta1, beta2 = group["betas"]
+    return AdamWConstants(beta1, beta2, group["eps"])
 
 
 def _collect_tensors(piece: ParameterPiece) -> AdamWTensors | None:
