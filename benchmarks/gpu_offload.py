@@ -56,7 +56,11 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with one variant; return seconds of a step, peak memory, losses and transfers."""
     import torch
 
-    from benchmarks.contenders.with_shardwright import build_recipe, build_validated_run
+    from benchmarks.contenders.with_shardwright import (
+        build_recipe,
+        build_validated_run,
+        draw_weights_on,
+    )
     from benchmarks.gpu_model import make_batch
     from benchmarks.gpu_profile import wait
     from shardwright.config.offload import OffloadSection
@@ -82,7 +86,8 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     section = OffloadSection.model_validate(VARIANTS[arguments.variant])
     recipe = build_recipe(case).model_copy(update={"offload": section})
     rates = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
-    state = build_state(build_validated_run(recipe, 1), device)
+    with draw_weights_on(device):
+        state = build_state(build_validated_run(recipe, 1), device)
     tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length, 32)
     if device.type == "cuda":
         torch.cuda.empty_cache()

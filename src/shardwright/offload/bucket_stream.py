@@ -35,25 +35,24 @@ class BucketStream:
         """Open swaps of buckets that are read ahead, in the order in which they will be used."""
         self._resident_swaps: dict[int, Swap] = {}
         """Open swaps of buckets that stay in staging memory; the store has older bytes."""
-        self._moving: list[int] = []
-        """Buckets of the update that are swapped, in its order."""
+        self._order: Sequence[int] = ()
+        """Buckets of the update."""
         self._following: deque[int] = deque()
-        """Those that have not been swapped in."""
+        """Those that have not been swapped in and do not stay."""
+        self._unfilled: deque[int] = deque()
+        """Those that have not been copied to the device."""
 
     def begin(self, order: Sequence[int]) -> None:
         """Begin an update of these buckets, one after another."""
-        self._moving = [index for index in order if index not in self._store.resident_buckets]
-        if [swap.index for swap in self.swaps] != self._moving[: len(self.swaps)]:
+        ahead = len(self.swaps)
+        moving = self._list_moving(order)
+        if [swap.index for swap in self.swaps] != moving[:ahead] or (
+            self._device_buffers is not None
+            and self._device_buffers.filled != list(order[: len(self._device_buffers.filled)])
+        ):
             self._release()  # other parameters have gradients than in the step before
-        if self._device_buffers is not None:
-            self._device_buffers.begin_step()
-        self._following = deque(self._moving[len(self.swaps) :])
-        self._request()
-        # Before further requests, which wait for memory that the buckets in between may free.
-        for index in order:
-            if index in self._store.resident_buckets and index not in self._resident_swaps:
-                bucket = self._buckets[index]
-                self._resident_swaps[index] = self._store.swap_in(index, bucket)
+        self._order = order
+        self._request_all()
 
     @contextmanager
     def open_bucket(self, index: int) -> Iterator[list[Tensor]]:
@@ -62,26 +61,26 @@ class BucketStream:
         It is swapped out afterwards, and those that fit then are swapped in.
         """
         is_resident = index in self._store.resident_buckets
-        swap = self._resident_swaps[index] if is_resident else self.swaps.popleft()
+        swap = self._resident_swaps[index] if is_resident else self.swaps[0]
         parts = wait_for_parts(self._store, swap)
         copied: torch.cuda.Event | None = None
         if self._device_buffers is None:
             yield parts
         else:
-            device_parts = self._device_buffers.copy_in(swap.bucket, parts)
-            yield device_parts
-            copied = self._device_buffers.copy_out(device_parts, parts)
+            self._fill()
+            yield self._device_buffers.open(index)
+            copied = self._device_buffers.empty(index, parts)
         if not is_resident:
-            self._store.swap_out(swap, copied)
+            self._store.swap_out(self.swaps.popleft(), copied)
             self._request()
+        self._fill()
 
     def end(self) -> None:
-        """End an update; with a disk, swap in the first buckets of the next one."""
+        """End an update; swap in the first buckets of the next one where that takes time."""
         if self._device_buffers is not None:
             self._device_buffers.end_step()
-        if self._store.tier == "disk":
-            self._following = deque(self._moving)
-            self._request()
+        if self._store.tier == "disk" or self._device_buffers is not None:
+            self._request_all()
 
     def write_back(self) -> None:
         """Bring the store up to date and close all swaps."""
@@ -94,9 +93,27 @@ class BucketStream:
 
     def close(self) -> None:
         """Discard the state and free the store."""
+        if self._device_buffers is not None:
+            self._device_buffers.close()
         self.swaps.clear()
         self._resident_swaps.clear()
         self._store.close()
+
+    def _list_moving(self, order: Sequence[int]) -> list[int]:
+        return [index for index in order if index not in self._store.resident_buckets]
+
+    def _request_all(self) -> None:
+        """Request the buckets of an update that are not on their way."""
+        self._following = deque(self._list_moving(self._order)[len(self.swaps) :])
+        self._request()
+        # Before further requests, which wait for memory that the buckets in between may free.
+        for index in self._order:
+            if index in self._store.resident_buckets and index not in self._resident_swaps:
+                bucket = self._buckets[index]
+                self._resident_swaps[index] = self._store.swap_in(index, bucket)
+        if self._device_buffers is not None:
+            self._unfilled = deque(self._order[len(self._device_buffers.filled) :])
+            self._fill()
 
     def _request(self) -> None:
         """Start to swap in the following buckets that fit next to the open ones."""
@@ -108,7 +125,21 @@ class BucketStream:
                 return
             self.swaps.append(self._store.swap_in(self._following.popleft(), bucket))
 
+    def _fill(self) -> None:
+        """Copy the following buckets that have arrived to free buffers of the device."""
+        if self._device_buffers is None:
+            return
+        swaps = {swap.index: swap for swap in self.swaps} | self._resident_swaps
+        while self._unfilled and self._device_buffers.num_free:
+            swap = swaps.get(self._unfilled[0])
+            if swap is None or not swap.parts.done():
+                return
+            self._device_buffers.fill(swap.index, swap.bucket, swap.parts.result())
+            self._unfilled.popleft()
+
     def _release(self) -> None:
         """Give up the swaps that were begun for the next step."""
+        if self._device_buffers is not None:
+            self._device_buffers.discard()
         while self.swaps:
             self._store.release(self.swaps.popleft())

@@ -167,6 +167,16 @@ class OffloadedOptimizer(ShardedOptimizer):
                 )
         return counts
 
+    def _copy_step_counts(self) -> None:
+        """Give each further piece of a parameter the step count of the first."""
+        copies = {
+            count: self._step_counts[name, 0]
+            for (name, first_row), count in self._step_counts.items()
+            if first_row
+        }
+        if copies:
+            torch._foreach_copy_(list(copies), list(copies.values()))
+
     def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Do nothing: the store begins with zeros."""
 
@@ -218,9 +228,7 @@ class OffloadedOptimizer(ShardedOptimizer):
 
         With an overlap the caller may drop gradients and change groups before the first bucket.
         """
-        for (name, first_row), count in self._step_counts.items():
-            if first_row:
-                count.copy_(self.state[self._members[name][0]]["step"])
+        self._copy_step_counts()
         updated = {name for name in self._members if self._is_updated(name)}
         inputs = None if self._overlap is None else self._collect_inputs(updated)
         order = [
@@ -230,6 +238,14 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
+        self.optimizer.prepare_counts(
+            [
+                (self._step_counts[piece.name, piece.first_row], self._members[piece.name][1])
+                for index in order
+                for piece in self._partition.buckets[index].pieces
+                if piece.name in updated
+            ]
+        )
         self._stream.begin(order)
         unit: int | None = None
         for index in order:

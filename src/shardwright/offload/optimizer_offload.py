@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.config.offload import OffloadSection
+from shardwright.offload.device_buffers import NUM_BUFFERS
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.parameter_offload import ParameterOffload
@@ -54,7 +55,11 @@ def offload_optimizer(
     def create_store(partition: StatePartition) -> Store:
         is_pinned = device.type == "cuda" and not has_host_update
         if section.optimizer == "host":
-            return HostStore.allocate(partition.segment_bytes, is_pinned=is_pinned)
+            return HostStore.allocate(
+                partition.segment_bytes,
+                is_pinned=is_pinned,
+                capacity_bytes=NUM_BUFFERS * partition.max_bucket_bytes,
+            )
         unit_bytes = 0 if overlap is None else _find_largest_unit(partition, overlap)
         resident_bytes = partition.select_resident_buckets(section.buffer_bytes, unit_bytes)
         return DiskStore(

@@ -143,10 +143,13 @@ class HostStore:
     counts: TransferCounts = field(default_factory=TransferCounts)
 
     @classmethod
-    def allocate(cls, segment_bytes: Sequence[int], *, is_pinned: bool) -> HostStore:
+    def allocate(
+        cls, segment_bytes: Sequence[int], *, is_pinned: bool, capacity_bytes: int = 1 << 62
+    ) -> HostStore:
         """Allocate zeros. PyTorch rounds each pinned segment up to a power of two."""
         return cls(
-            [torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned) for size in segment_bytes]
+            [torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned) for size in segment_bytes],
+            capacity_bytes=capacity_bytes,
         )
 
     def swap_in(self, index: int, bucket: StateBucket) -> Swap:

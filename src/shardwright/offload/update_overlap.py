@@ -38,6 +38,13 @@ class UpdateOverlap(ABC):
         """
         self._working_weights = working_weights
         self._units = {name: index for index, unit in enumerate(units) for name in unit.names}
+        self._last_unit = len(units) - 1
+        self._update: LaunchedUpdate | None = None
+        """The rest of the last update; None if it has ended."""
+        self._following_unit = 0
+        """First unit of the next bucket."""
+        self._is_incomplete = False
+        """True if the update has failed."""
         for index, unit in enumerate(units):
             for module in unit.modules:
                 self._install_wait(module, index)
@@ -46,21 +53,28 @@ class UpdateOverlap(ABC):
         """Return the unit of a parameter. The update has to follow their order."""
         return self._units[name]
 
-    @abstractmethod
     def launch(self, update: LaunchedUpdate) -> None:
         """Launch an update after the gradients; at least, run it to its first bucket."""
+        self.wait()
+        if self._working_weights is not None:
+            # The forward pass casts no weight before its update.
+            self._working_weights.mark_current()
+        self._update = update
+        self._run_to_next_bucket(update)
 
-    @abstractmethod
     def end_bucket(
         self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Note that the update of a bucket has been launched.
+        """Cast the working weights of a bucket whose update has been launched.
 
         Args:
             names: its parameters, in the order of their units.
             complete: those that no later bucket updates.
             gradients: their gradients.
         """
+        if self._working_weights is not None:
+            self._working_weights.mark_changed(complete)
+            self._working_weights.update(complete)
 
     @abstractmethod
     def wait(self) -> None:
@@ -78,6 +92,26 @@ class UpdateOverlap(ABC):
     def _wait_for_unit(self, unit: int) -> None:
         """Make the current stream wait for the update of all units up to one."""
 
+    def _run_units(self, last: int) -> None:
+        """Run the update of all units up to one.
+
+        Raises:
+            OffloadFailed: the update failed, now or before.
+        """
+        if self._is_incomplete:
+            raise OffloadFailed("the last update of offloaded states has failed")
+        while self._update is not None and self._following_unit <= last:
+            self._run_to_next_bucket(self._update)
+
+    def _run_to_next_bucket(self, update: LaunchedUpdate) -> None:
+        self._is_incomplete = True
+        name = next(update, None)
+        self._is_incomplete = False
+        if name is None:
+            self._update = None
+        else:
+            self._following_unit = self._units[name]
+
     def _install_wait(self, module: nn.Module, unit: int) -> None:
         def wait(_module: nn.Module, _arguments: Any) -> None:
             self._wait_for_unit(unit)
@@ -93,7 +127,13 @@ class _UpdatedBucket(NamedTuple):
 
 
 class StreamedUpdate(UpdateOverlap):
-    """Update that is launched at once on a stream of its own; the host waits for nothing."""
+    """Update on a stream of its own; the host waits for nothing.
+
+    [Note: launches ahead] The host launches the first unit's update at once, and that of each
+    further unit before the forward pass of the unit before it. A whole update at once would fill
+    the queues of the device: the host then waits to launch more, and the copy of the next batch
+    waits behind all moments.
+    """
 
     def __init__(
         self,
@@ -112,20 +152,19 @@ class StreamedUpdate(UpdateOverlap):
         self._is_pending = False
 
     def launch(self, update: LaunchedUpdate) -> None:
-        """Launch the whole update, after training's stream."""
+        """Launch the update of the first unit, after training's stream."""
         self.wait()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._is_pending = True
         with torch.cuda.stream(self._stream):
-            for _ in update:
-                pass
+            super().launch(update)
+            self._is_pending = True
+            self._run_units(self._following_unit)
 
     def end_bucket(
         self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Note the event of a bucket, and keep its gradients."""
-        if self._working_weights is not None:
-            self._working_weights.update(complete)
+        super().end_bucket(names, complete, gradients)
         event = self._stream.record_event()
         units = [self._units[name] for name in names]
         self._events |= dict.fromkeys(units, event)
@@ -134,27 +173,38 @@ class StreamedUpdate(UpdateOverlap):
     def wait(self) -> None:
         """Make the current stream wait for the whole update and its last copies."""
         if self._is_pending:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            self._updated.clear()
-            self._is_pending = False
+            self._launch_units(self._last_unit)
+            self._end()
 
     def wait_on(self, unit: int, stream: torch.Stream) -> None:
         """Make another stream than training's wait for the update of a unit."""
+        self._launch_units(unit + 1)
         if unit in self._events:
             stream.wait_event(self._events[unit])
 
     def close(self) -> None:
-        """Wait for the update, which reads and writes host memory."""
-        self.wait()
+        """Drop the rest of the update, and wait for what reads and writes host memory."""
+        self._update = None
+        self._end()
+
+    def _end(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._updated.clear()
+        self._is_pending = False
 
     def _wait_for_unit(self, unit: int) -> None:
         """Make the current stream wait for the update of all units up to one.
 
         Their gradients are freed then, for later work of the stream on which they were computed.
         """
+        self._launch_units(unit + 1)
         while self._updated and self._updated[0].unit <= unit:
             torch.cuda.current_stream(self._device).wait_event(self._updated[0].event)
             self._updated.popleft()
+
+    def _launch_units(self, last: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._run_units(last)
 
 
 class DeferredUpdate(UpdateOverlap):
@@ -164,40 +214,13 @@ class DeferredUpdate(UpdateOverlap):
     while the device does. The update runs on the current stream.
     """
 
-    def __init__(self, units: Sequence[UpdateUnit], working_weights: WorkingWeights | None) -> None:
-        super().__init__(units, working_weights)
-        self._last_unit = len(units) - 1
-        self._update: LaunchedUpdate | None = None
-        """The rest of the last update; None if it has ended."""
-        self._following_unit = 0
-        """First unit of the next bucket."""
-        self._is_incomplete = False
-        """True if the update has failed."""
-
-    def launch(self, update: LaunchedUpdate) -> None:
-        """Run an update to its first bucket."""
-        self.wait()
-        if self._working_weights is not None:
-            # The forward pass casts no weight before its update.
-            self._working_weights.mark_current()
-        self._update = update
-        self._run_to_next_bucket(update)
-
-    def end_bucket(
-        self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> None:
-        """Cast the working weights of a bucket."""
-        if self._working_weights is not None:
-            self._working_weights.mark_changed(complete)
-            self._working_weights.update(complete)
-
     def wait(self) -> None:
         """Run the rest of the update."""
-        self._wait_for_unit(self._last_unit)
+        self._run_units(self._last_unit)
 
     def wait_on(self, unit: int, stream: torch.Stream) -> None:
         """Run the update of a unit, and make another stream wait for it."""
-        self._wait_for_unit(unit)
+        self._run_units(unit)
         if isinstance(stream, torch.cuda.Stream):
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
@@ -206,21 +229,5 @@ class DeferredUpdate(UpdateOverlap):
         self._update = None
 
     def _wait_for_unit(self, unit: int) -> None:
-        """Run the update of all units up to one.
-
-        Raises:
-            OffloadFailed: the update failed, now or before.
-        """
-        if self._is_incomplete:
-            raise OffloadFailed("the last update of offloaded states has failed")
-        while self._update is not None and self._following_unit <= unit:
-            self._run_to_next_bucket(self._update)
-
-    def _run_to_next_bucket(self, update: LaunchedUpdate) -> None:
-        self._is_incomplete = True
-        name = next(update, None)
-        self._is_incomplete = False
-        if name is None:
-            self._update = None
-        else:
-            self._following_unit = self._units[name]
+        """Run the update of all units up to one."""
+        self._run_units(unit)

@@ -141,6 +141,20 @@ class OnePassAdamW:
         self._compile_function = compile_function
         self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
         """By the piece's id; None if the one pass does not apply."""
+        self._numbers: dict[int, AdamWNumbers] = {}
+        """Numbers of the next update of a piece, by id of its step count."""
+
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        """Compute the numbers of the next update of pieces, given by step count and group.
+
+        On a GPU that takes a dozen kernels for all pieces of a group, or for each.
+        """
+        self._numbers = {}
+        groups = {id(group): group for _, group in counts}
+        for key, group in groups.items():
+            steps = [step for step, owner in counts if id(owner) == key and not step.is_cpu]
+            if steps:
+                self._numbers |= zip(map(id, steps), _advance(steps, group), strict=True)
 
     def prepare(self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any]) -> None:
         """Do for pieces of one group what their next update needs besides the gradients' factor.
@@ -157,8 +171,11 @@ class OnePassAdamW:
                 chosen.append((piece, _mark_varying(tensors), function))
         if not chosen:
             return
-        steps = list(torch._foreach_add([piece.state["step"] for piece, _, _ in chosen], 1))
-        all_numbers = compute_numbers(steps, group, constants, gradient_factor=1.0)
+        steps = [piece.state["step"] for piece, _, _ in chosen]
+        if all(id(step) in self._numbers for step in steps):
+            all_numbers = [self._numbers.pop(id(step)) for step in steps]
+        else:
+            all_numbers = _advance(steps, group)
         for (piece, tensors, function), numbers in zip(chosen, all_numbers, strict=True):
             prepared = _PreparedUpdate(tensors, numbers, constants, function)
             self._prepared[id(piece)] = (piece, prepared)
@@ -201,6 +218,12 @@ class OnePassAdamW:
             partial(_make_sample, copy_dtype, constants),
         )
         return None if update is update_separately else update
+
+
+def _advance(steps: Sequence[Tensor], group: Mapping[str, Any]) -> list[AdamWNumbers]:
+    """Compute the numbers of the update that follows these counts, with a factor of 1."""
+    following = torch._foreach_add(list(steps), 1)
+    return compute_numbers(following, group, _get_constants(group), gradient_factor=1.0)
 
 
 def _get_constants(group: Mapping[str, Any]) -> AdamWConstants:
