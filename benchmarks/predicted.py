@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, predict
+from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import describe_adapters
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.time.update_time import has_one_pass_update
 
 if TYPE_CHECKING:
     from shardwright.doctor.examination import ExaminationRequest
@@ -115,8 +117,34 @@ def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
         offload="optimizer" if case.has_offloaded_moments else "none",
         compile=case.compile,
         working_weights="auto",
+        compile_functions="auto",
         has_masked_kernels=case.device == "cuda",
     )
+
+
+def resolve_memory_settings(
+    shape: ModelShape, candidate: Candidate, memory_bytes: float
+) -> Candidate:
+    """Choose tokens of a chunk of the loss, and working weights, as a run on an empty GPU does
+    (`training.memory_settings`)."""
+    from shardwright.training import memory_settings
+
+    def fits(changed: Candidate) -> bool:
+        needed = max(parts.total for parts in predict_rank_memory(shape, changed))
+        return needed <= memory_settings.USED_SHARE * memory_bytes
+
+    for chunk_tokens in memory_settings.LARGER_CHUNKS:
+        changed = replace(candidate, loss_chunk_tokens=chunk_tokens)
+        if chunk_tokens < 2 * candidate.micro_batch_tokens and fits(changed):
+            candidate = changed
+            break
+    copied = replace(candidate, working_weights=True)
+    saves_casts = (
+        candidate.recompute != "none"
+        or candidate.gradient_accumulation_steps > 1
+        or has_one_pass_update(candidate, "gpu")
+    )
+    return copied if copied.has_working_weights and saves_casts and fits(copied) else candidate
 
 
 def predict_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
@@ -146,7 +174,11 @@ def predict_row(
         config: config.json of the model; default: that of the case's folder of weights.
     """
     shape = read_shape(config or read_model_config(case), case.lora_rank)
-    return predict_step(shape.base_shape, build_candidate(case, shape), cluster)
+    candidate = build_candidate(case, shape)
+    if cluster.accelerator.kind == "gpu":
+        memory_bytes = cluster.accelerator.memory_bytes
+        candidate = resolve_memory_settings(shape.base_shape, candidate, memory_bytes)
+    return predict_step(shape.base_shape, candidate, cluster)
 
 
 def describe_prediction(row: dict[str, Any]) -> str:

@@ -22,8 +22,9 @@ from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_LARGER_CHUNKS = (8192, 4096, 2048)
-_USED_SHARE = 0.85
+LARGER_CHUNKS = (8192, 4096, 2048)
+"""Tokens of a chunk of the loss, the best first."""
+USED_SHARE = 0.85
 """Share of the free memory that a prediction with a larger chunk, or with copies, may need."""
 
 
@@ -62,11 +63,11 @@ def choose_loss_chunk(validated_run: ValidatedRun, free_bytes: float) -> tuple[i
     if isinstance(validated_run.shape, HFShape):
         return smallest, "memory of transformers' own classes is not predicted"
     needed = 0.0
-    for chunk_tokens in _LARGER_CHUNKS:
+    for chunk_tokens in LARGER_CHUNKS:
         if chunk_tokens >= 2 * num_tokens:
             continue
         needed = predict_training_memory(set_loss_chunk(validated_run, chunk_tokens)).total
-        if needed <= _USED_SHARE * free_bytes:
+        if needed <= USED_SHARE * free_bytes:
             return chunk_tokens, (
                 f"{format_bytes(needed)} are predicted, {format_bytes(free_bytes)} free"
             )
@@ -110,7 +111,7 @@ def choose_working_weights(validated_run: ValidatedRun, free_bytes: float) -> Va
     if not copied.plan.has_working_weights or not saves_casts:
         return validated_run
     needed = predict_training_memory(copied).total
-    has_memory = needed <= _USED_SHARE * free_bytes
+    has_memory = needed <= USED_SHARE * free_bytes
     logger.info(
         "working weights: %s (auto: with them %s are predicted, %s free)",
         "yes" if has_memory else "no",
