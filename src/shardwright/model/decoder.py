@@ -340,7 +340,7 @@ class Decoder(nn.Module):
             document_ids_BT,
             token_indices_T,
             num_tokens=num_tokens,
-            dropout=dropout if is_random else None,  # hashes cost two dozen kernels a layer
+            dropout=dropout if is_random else None,  # hashes cost 12 kernels a layer
             attention=self.attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),
