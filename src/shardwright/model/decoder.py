@@ -23,7 +23,7 @@ from shardwright.layout import PipelineStage
 from shardwright.model.attention.attention import describe_attention
 from shardwright.model.attention.kv_cache import KeyValueCache
 from shardwright.model.block import Block, RecomputeRunner, build_norm
-from shardwright.model.dropout import DropoutKey, DropoutSite
+from shardwright.model.dropout import DropoutKey, DropoutSite, has_dropout
 from shardwright.model.embedding import Embedding
 from shardwright.model.forward_context import build_default_positions, build_forward_context
 from shardwright.model.head import (
@@ -332,7 +332,7 @@ class Decoder(nn.Module):
             )
         else:
             x_BTD = hidden_BTD
-        is_random = self.shape.has_dropout or self.noise_size > 0.0
+        is_random = has_dropout(self.shape) or self.noise_size > 0.0
         context = build_forward_context(
             self.shape,
             x_BTD,
@@ -340,7 +340,7 @@ class Decoder(nn.Module):
             document_ids_BT,
             token_indices_T,
             num_tokens=num_tokens,
-            dropout=dropout if is_random else None,  # hashes cost two dozen kernels a layer
+            dropout=dropout if is_random else None,  # hashes cost 12 kernels a layer
             attention=self.attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),

@@ -15,6 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from shardwright.architecture import ModelShape
 from shardwright.model.hashing import combine_bits, hash_numbers, mix_bits, to_int32
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
@@ -28,6 +29,13 @@ class DropoutSite(IntEnum):
     FEED_FORWARD = 4
     ADAPTER = 5
     NOISE = 6
+
+
+def has_dropout(shape: ModelShape) -> bool:
+    """Return True if training zeroes activations of the model at random."""
+    adapter_rate = 0.0 if shape.adapters is None else shape.adapters.dropout
+    rates = (shape.embedding_dropout, shape.attention_dropout, shape.residual_dropout, adapter_rate)
+    return any(rate > 0.0 for rate in rates)
 
 
 @dataclass(frozen=True)

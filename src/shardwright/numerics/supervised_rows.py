@@ -14,7 +14,8 @@ from shardwright.config.data import IGNORED_LABEL
 
 _MIN_SUPERVISED = 127 / 128
 """Share of supervised tokens from which a GPU computes the logits of all rows: a selection passes
-over all hidden states and their gradient several times, and products of odd sizes are slower."""
+over all hidden states and their gradient several times. The reasons for the number:
+docs/decisions/0215-all-rows-in-the-head-on-a-gpu.md."""
 
 
 class SupervisedRows(NamedTuple):
