@@ -159,7 +159,7 @@ def run(case: Case, pace: Pace) -> None:
 
 @contextlib.contextmanager
 def draw_weights_on(device: torch.device) -> Iterator[None]:
-    """Within the context, draw normal initial weights with the device's generator."""
+    """Within the context, draw normal initial weights with the device's generator, seeded."""
 
     def draw(
         spec: ParameterSpec, seed: int, *, dtype: torch.dtype, narrow: Sequence[tuple[int, int]]
@@ -169,6 +169,7 @@ def draw_weights_on(device: torch.device) -> Iterator[None]:
         lengths = [length for _, length in narrow]
         return torch.empty(lengths, dtype=dtype, device=device).normal_(std=spec.init.std)
 
+    torch.manual_seed(SEED)
     with mock.patch.object(setup, "initialise_parameter", draw):
         yield
     if device.type == "cuda":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -134,11 +135,14 @@ def compile_function(formulation: Callable[..., Any], *, max_graphs: int = 8) ->
 
         def call(*arguments: Any) -> Any:
             # A graph belongs to a state of autograd: called within an operator, where autograd is
-            # off, or elsewhere, the function has one graph.
+            # off, or elsewhere, the function has one graph. A patch takes longer than the others.
+            config = torch._dynamo.config
             with (
                 torch.no_grad(),
                 torch._C._AutoDispatchBelowAutograd(),
-                torch._dynamo.config.patch(recompile_limit=max_graphs),
+                nullcontext()
+                if config.recompile_limit == max_graphs
+                else config.patch(recompile_limit=max_graphs),
             ):
                 return compiled(*arguments)
 
