@@ -19,9 +19,6 @@ from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
 
-NUM_BUFFERS = 3
-"""Number of buffers: at any time one is filled, one updated and one emptied."""
-
 
 @dataclass
 class _DeviceBuffer:
@@ -40,9 +37,7 @@ class _FilledBuffer:
 class DeviceBuffers:
     """Ring of staging buffers with one stream in and one stream out."""
 
-    def __init__(
-        self, buffer_bytes: int, device: torch.device, num_buffers: int = NUM_BUFFERS
-    ) -> None:
+    def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device) -> None:
         self._device = device
         self._free = deque(
             _DeviceBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))

@@ -61,6 +61,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
         overlap: UpdateOverlap | None = None,
+        ahead_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -74,6 +75,8 @@ class OffloadedOptimizer(ShardedOptimizer):
             parameters: Brings parameters and gradients that are elsewhere.
             overlap: Lets each module wait for the update of its own weights. Otherwise, and after
                 `wait_for_update`, the device waits for the whole update.
+            ahead_bytes: Device memory for buckets that are read before an update, beyond that
+                of three buckets.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert overlap is None or not optimizer.has_collectives, "its update ends with the last one"
@@ -109,7 +112,11 @@ class OffloadedOptimizer(ShardedOptimizer):
         self._stream = BucketStream(
             self._partition,
             self._store,
-            DeviceBuffers(self._partition.max_bucket_bytes, device)
+            DeviceBuffers(
+                self._partition.max_bucket_bytes,
+                self._partition.count_device_buffers(ahead_bytes),
+                device,
+            )
             if device.type == "cuda" and not has_host_update
             else None,
         )
@@ -238,7 +245,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
-        self.optimizer.prepare_pieces(
+        self.optimizer.prepare_counts(
             [
                 (self._step_counts[piece.name, piece.first_row], self._members[piece.name][1])
                 for index in order

@@ -56,7 +56,7 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         device = parameter.device if group["fused"] else None
         return torch.zeros((), dtype=torch.float32, device=device)
 
-    def prepare_pieces(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Compute what depends on step counts for all pieces at once."""
         self._rule.prepare(counts, self.gradient_factor)
 

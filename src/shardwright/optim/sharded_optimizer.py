@@ -163,7 +163,7 @@ class PiecewiseOptimizer(Protocol):
         """Return True if parameters without a gradient are updated as with zeros."""
         ...
 
-    def prepare_pieces(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Prepare an update of pieces with these step counts and groups, which follow in any
         number of calls."""
         ...
@@ -230,7 +230,7 @@ class UpdateByPiece:
             part.end()
         self.gradient_factor = 1.0
 
-    def prepare_pieces(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Prepare nothing, unless an optimizer overrides it."""
 
     def list_pieces(self) -> list[ParameterPiece]:

@@ -113,6 +113,7 @@ def build_template(
         offload_buffer_bytes=moved.buffer_bytes
         if recipe.run.device == "cpu"
         else moved.bucket_bytes,
+        ahead_bytes=moved.ahead_bytes,
         resident_state_bytes=2 * moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
