@@ -56,6 +56,8 @@ FAST_LIMIT = 2e-2
 error of nearly 2% at most, for sums of 4,096 random products."""
 FAST = " fast accumulation"
 ALL_LAYERS = ", all layers"
+_NUM_MICRO_BATCHES = 4
+ACCUMULATED = f"{ALL_LAYERS}, {_NUM_MICRO_BATCHES} micro-batches"
 PRODUCTS = ("compute_output", "compute_input_gradient", "compute_weight_gradient")
 EXPERT_PRODUCTS = ("compute_expert_output", "compute_expert_input_gradient")
 _EXPERT_SHARES = (0.5, 0.0, 0.3, 0.2)
@@ -250,8 +252,11 @@ def main() -> None:
     for recipe in usable:
         record("curves", recipe, partial(train_curve, recipe, sizes, device, 0))
     for recipe in (None, *usable) if device.type == "cuda" else ():  # compilation takes long
-        for suffix in ("", ALL_LAYERS):  # one process: all layers have the same graphs
-            work = partial(time_steps, recipe, sizes, shape_name, device, True, bool(suffix))
+        for suffix in ("", ALL_LAYERS, ACCUMULATED):  # one process: they have the same graphs
+            number = _NUM_MICRO_BATCHES if suffix == ACCUMULATED else 1
+            work = partial(
+                time_steps, recipe, sizes, shape_name, device, True, bool(suffix), number
+            )
             record("steps", f"{recipe or 'bf16'}, compiled{suffix}", work)
     distant = [
         f"{recipe} {product}: {row['distance']:.1e}"

@@ -4,23 +4,34 @@ kernels by kind."""
 from __future__ import annotations
 
 import gc
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_model import build_model, make_batch
+from benchmarks.case import Case
+from benchmarks.contenders.with_shardwright import (
+    build_recipe,
+    build_validated_run,
+    draw_weights_on,
+)
+from benchmarks.gpu_model import make_batch
 from benchmarks.gpu_profile import summarise_kernels, wait
 from benchmarks.shapes import SHAPES, TINY
 from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
-from shardwright.config.training import OptimizerSection, PrecisionSection
-from shardwright.numerics.function_compiler import build_function_compiler
-from shardwright.optim import build_optimizer
+from shardwright.config.training import PrecisionSection
+from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.training.memory_settings import agree_on_memory_settings
+from shardwright.training.rank_sync import RankSync
+from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 
 _NUM_KERNELS = 30
@@ -41,7 +52,8 @@ class Sizes:
     layers: int
     all_layers: int
     """Layers of the whole model."""
-    step_tokens: int
+    step_shape: tuple[int, int]
+    """Rows and tokens of a step's micro-batch."""
     timed_steps: int
     curve_steps: int
     curve_seeds: int
@@ -63,13 +75,13 @@ _SMALL = {
     "tie_word_embeddings": True,
 }
 SIZES = {
-    "real": Sizes(8192, (14336, 4096), 4, 32, 8192, 8, 200, 3, _SMALL, (16, 512)),
+    "real": Sizes(8192, (14336, 4096), 4, 32, (2, 4096), 4, 200, 3, _SMALL, (16, 512)),
     "tiny": Sizes(
         128,
         (256, 128),
         1,
         2,
-        128,
+        (1, 128),
         1,
         3,
         2,
@@ -102,8 +114,11 @@ def time_steps(
     device: torch.device,
     is_compiled: bool,
     has_all_layers: bool = False,
+    num_micro_batches: int = 1,
 ) -> dict[str, Any]:
-    """Time optimizer steps of some or all layers on random tokens.
+    """Time optimizer steps of some or all layers on random tokens, set up as a run is.
+
+    Steps follow each other as in a run: the host waits for each gradient norm, not for the update.
 
     Returns:
         Seconds of a step, those of its forward and backward pass, those of kernels of these passes
@@ -113,26 +128,29 @@ def time_steps(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     run_passes, run_update = _build_step(
-        recipe, sizes, name, device, is_compiled=is_compiled, has_all_layers=has_all_layers
+        recipe, sizes, name, device, is_compiled, has_all_layers, num_micro_batches
     )
     for _ in range(2):
         run_passes()
         run_update()
+    wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds: list[float] = []
+    num_steps = max(2, sizes.timed_steps // num_micro_batches)
+    start_seconds = time.perf_counter()
+    for _ in range(num_steps):
+        run_passes()
+        run_update()
+    wait(device)
+    seconds = (time.perf_counter() - start_seconds) / num_steps
     pass_seconds: list[float] = []
-    for number in range(2 * sizes.timed_steps):
-        wait(device)
+    for _ in range(num_steps):
         start_seconds = time.perf_counter()
         run_passes()
-        if number % 2:  # apart from the others: waiting takes time
-            wait(device)
-            pass_seconds.append(time.perf_counter() - start_seconds)
+        wait(device)
+        pass_seconds.append(time.perf_counter() - start_seconds)
         run_update()
         wait(device)
-        if not number % 2:
-            seconds.append(time.perf_counter() - start_seconds)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as recorded:
@@ -140,7 +158,7 @@ def time_steps(
         wait(device)
     kernels = summarise_kernels(recorded, device)
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": seconds,
         "pass_seconds": statistics.median(pass_seconds),
         "peak_bytes": peak,
         "kernel_seconds": sum_by_kind(kernels),
@@ -153,38 +171,61 @@ def _build_step(
     sizes: Sizes,
     name: str,
     device: torch.device,
-    *,
     is_compiled: bool,
     has_all_layers: bool,
+    num_micro_batches: int,
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Build model and optimizer; return functions that run a step's passes, and its update."""
+    """Build a run's model and optimizer; return functions that run a step's passes, and its update.
+
+    All layers have 8-bit AdamW, to fit on one device.
+    """
     config = (SHAPES | TINY)[name].config
     if name == "tiny":  # whole blocks of 128
         config = config | sizes.curve_config
     num_layers = sizes.all_layers if has_all_layers else sizes.layers
-    config = config | {"num_hidden_layers": num_layers}
-    tokens = sizes.step_tokens
-    model = build_model(
-        config,
-        choose_precision(recipe),
-        device,
-        (1, tokens),
-        0,
-        is_compiled=is_compiled,
-        draws_on_device=True,
-    )
-    optimizer = build_optimizer(
-        model.named_parameters(),
-        OptimizerSection(name="adamw_8bit" if has_all_layers else "adamw"),
-        learning_rate=1e-5,
-        weight_decay=0.1,
-        model=model,
-        compile_function=build_function_compiler("auto", device),
-    )
+    rows, tokens = sizes.step_shape
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(
+            json.dumps(config | {"num_hidden_layers": num_layers})
+        )
+        case = Case(
+            contender="shardwright",
+            zero_stage=0,
+            precision="bf16",
+            weights_dir=folder,
+            world_size=1,
+            sequence_length=tokens,
+            micro_batch_size=rows,
+            compile=is_compiled,
+            optimizer="adamw_8bit" if has_all_layers else "adamw",
+            device=device.type,  # type: ignore[arg-type]
+            random_weights=True,
+        )
+        plain = build_recipe(case)
+        training = {"gradient_accumulation_steps": num_micro_batches}
+        validated_run = agree_on_memory_settings(
+            build_validated_run(
+                plain.model_copy(
+                    update={
+                        "precision": choose_precision(recipe),
+                        "training": plain.training.model_copy(update=training),
+                    }
+                ),
+                1,
+            ),
+            RankSync(RankEnvironment(), device),
+            device,
+        )
+        with draw_weights_on(device):
+            state = build_state(validated_run, device)
     generator = torch.Generator().manual_seed(0)
-    batch = make_batch(torch.randint(0, config["vocab_size"], (1, tokens), generator=generator))
+    batches = [
+        make_batch(torch.randint(0, config["vocab_size"], (rows, tokens), generator=generator))
+        for _ in range(num_micro_batches)
+    ]
+    model, optimizer = state.model, state.optimizer
     update = partial(update_parameters, model, optimizer, learning_rate=1e-5, max_grad_norm=1.0)
-    return partial(accumulate_gradients, model, [batch], seed=0, step=0), update
+    return partial(accumulate_gradients, model, batches, seed=0, step=0), update
 
 
 def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:

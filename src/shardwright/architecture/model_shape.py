@@ -172,6 +172,13 @@ class ModelShape:
         return self.names.post_mlp_norm is not None or self.residual_dropout > 0.0
 
     @property
+    def has_dropout(self) -> bool:
+        """True if training zeroes activations at random."""
+        adapters = 0.0 if self.adapters is None else self.adapters.dropout
+        rates = (self.embedding_dropout, self.attention_dropout, self.residual_dropout, adapters)
+        return any(rate > 0.0 for rate in rates)
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """Names that a checkpoint may omit -> the parameter that they are tied to."""
         if not self.tied_embeddings:

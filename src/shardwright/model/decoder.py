@@ -332,6 +332,7 @@ class Decoder(nn.Module):
             )
         else:
             x_BTD = hidden_BTD
+        is_random = self.shape.has_dropout or self.noise_size > 0.0
         context = build_forward_context(
             self.shape,
             x_BTD,
@@ -339,7 +340,7 @@ class Decoder(nn.Module):
             document_ids_BT,
             token_indices_T,
             num_tokens=num_tokens,
-            dropout=dropout,
+            dropout=dropout if is_random else None,  # hashes cost two dozen kernels a layer
             attention=self.attention,
             cache=cache,
             routing=self._build_routing_context(row_weight),

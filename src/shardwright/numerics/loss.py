@@ -1,7 +1,7 @@
 """Chunked cross-entropy from hidden states; holds the logits of at most one chunk of tokens.
 
-Shapes: N tokens, S supervised tokens (S <= N), C tokens of one chunk, D hidden, V vocabulary
-(this rank's rows, if it is sharded).
+Shapes: N tokens, S tokens whose losses are computed (S <= N), C tokens of one chunk, D hidden, V
+vocabulary (this rank's rows, if it is sharded).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from shardwright.config.data import IGNORED_LABEL
+from shardwright.numerics.supervised_rows import select_supervised
 from shardwright.numerics.vocabulary_shard import VocabularyShard
 from shardwright.numerics.wide_sums import add_lower_precision, add_product, has_wide_sums
 
@@ -49,13 +49,14 @@ def chunked_cross_entropy(
     if a cap is given. So Granite, which divides by `logits_scaling`, passes `logit_scale=1 /
     logits_scaling`, and Gemma 2 passes `final_logit_softcapping`.
 
-    The forward pass takes `chunk_tokens` supervised tokens at a time: it computes logits, loss,
-    and at once their gradient with respect to hidden states and weight, so that nothing is
-    recomputed and at most C x V logits exist. Tokens labelled -100 are dropped before the first
-    product and cost nothing. Matrix products run in the dtype of the hidden states; softmax and
-    loss in fp32 or wider; the weight's gradient is summed over chunks in fp32 or wider and has
-    the dtype of the given weight, so an fp32 weight under bf16 hidden states gets an fp32
-    gradient. The backward pass does not read the weight: FSDP may reshard it.
+    The forward pass takes `chunk_tokens` supervised tokens at a time: it computes logits, loss, and
+    at once their gradient with respect to hidden states and weight, so that nothing is recomputed
+    and at most C x V logits exist. Tokens labelled -100 are dropped before the first product and
+    cost nothing, unless they are so few that a GPU is faster with all rows. Matrix products run in
+    the dtype of the hidden states; softmax and loss in fp32 or wider; the weight's gradient is
+    summed over chunks in fp32 or wider and has the dtype of the given weight, so an fp32 weight
+    under bf16 hidden states gets an fp32 gradient. The backward pass does not read the weight: FSDP
+    may reshard it.
 
     The backward pass only multiplies the stored gradients by the incoming scalar, in place: a
     second backward pass through the same graph is an error, as is a second derivative. It need
@@ -89,20 +90,17 @@ def chunked_cross_entropy(
     torch.nn.functional.linear_cross_entropy (torch 2.13) likewise. Why not the latter:
     docs/decisions/0001-chunked-cross-entropy.md.
     """
-    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
+    rows = select_supervised(hidden_ND, labels_N, weights_N, num_supervised)
     head = _LogitTransform(
         bias_V, logit_scale, soft_cap, label_smoothing, vocabulary, fused_losses, loss_gradient
     )
-    weights_S = (
-        weights_N if weights_N is None or index_S is None else weights_N.index_select(0, index_S)
-    )
     grad_enabled = torch.is_grad_enabled()
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden_SD,
+        rows.hidden_SD,
         weight_VD,
         bias_V,
-        labels_S,
-        weights_S,
+        rows.labels_S,
+        rows.weights_S,
         chunk_tokens,
         head,
         grad_enabled,
@@ -128,7 +126,9 @@ def compute_token_losses(
 
     It is 0 for unsupervised tokens. See `chunked_cross_entropy`.
     """
-    hidden_SD, labels_S, index_S = _select_supervised(hidden_ND, labels_N, num_supervised)
+    hidden_SD, labels_S, weights_S, index_S = select_supervised(
+        hidden_ND, labels_N, None, num_supervised
+    )
     head = _LogitTransform(bias_V, logit_scale, soft_cap, 0.0, vocabulary)
     weight_VD = weight_VD.to(hidden_SD.dtype)
     losses_S = hidden_SD.new_zeros(
@@ -143,29 +143,11 @@ def compute_token_losses(
         chunk = buffers.slice_rows(hidden_CD.shape[0])
         torch.mm(hidden_CD, weight_VD.T, out=chunk.logits_CV)
         losses_S[start : start + chunk_tokens] = head.compute_losses(chunk, labels_C1)
+    if weights_S is not None:
+        losses_S *= weights_S
     if index_S is None:
         return losses_S
     return losses_S.new_zeros(len(labels_N)).index_copy(0, index_S, losses_S)
-
-
-def _select_supervised(
-    hidden_ND: Tensor, labels_N: Tensor, num_supervised: int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Select the labelled rows; also return their labels and indices (None for all rows).
-
-    If their number is not known, the host waits once for the device, which costs less than the
-    logits of masked tokens.
-    """
-    if num_supervised == labels_N.numel():
-        return hidden_ND, labels_N, None
-    is_supervised_N = labels_N != IGNORED_LABEL
-    if num_supervised is None:
-        index_S = is_supervised_N.nonzero().squeeze(1)
-    else:
-        index_S = is_supervised_N.nonzero_static(size=num_supervised).squeeze(1)
-    if index_S.numel() == labels_N.numel():
-        return hidden_ND, labels_N, None
-    return hidden_ND.index_select(0, index_S), labels_N.index_select(0, index_S), index_S
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,16 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
 
     def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Compute what depends on step counts for all pieces at once."""
-        self._rule.prepare(counts, self.gradient_factor)
+        self._rule.prepare_counts(counts)
+
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Prepare the next update of these pieces."""
+        self._rule.prepare(pieces)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared for the next step."""
+        super().discard_preparation()
+        self._rule.discard_preparation()
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
@@ -79,12 +88,21 @@ class AdamWRule:
         self._foreach = foreach
         self._one_pass = OnePassAdamW(compile_function) if compile_function and fused else None
 
-    def prepare(
-        self, counts: Sequence[tuple[Tensor, dict[str, Any]]], gradient_factor: float
-    ) -> None:
+    def prepare(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Do what the next update of these pieces needs besides the gradients' factor."""
+        if self._one_pass is not None:
+            for group, members in _collect_by_group(pieces):
+                self._one_pass.prepare(members, group)
+
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Compute what depends on the step counts of the next update's pieces."""
         if self._one_pass is not None:
-            self._one_pass.prepare(counts, gradient_factor)
+            self._one_pass.prepare_counts(counts)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared."""
+        if self._one_pass is not None:
+            self._one_pass.discard_preparation()
 
     def update(self, pieces: Sequence[ParameterPiece], gradient_factor: float) -> None:
         """Update pieces with their gradients times a factor."""

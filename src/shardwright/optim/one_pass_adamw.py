@@ -125,29 +125,64 @@ def update_separately(
         tensors.copy.copy_(tensors.weights)
 
 
+class _PreparedUpdate(NamedTuple):
+    """Arguments of a piece's update; the factor in its numbers is to be replaced."""
+
+    tensors: AdamWTensors
+    numbers: AdamWNumbers
+    constants: AdamWConstants
+    function: Any
+
+
 class OnePassAdamW:
     """Update of the pieces for which the compiler has a function with the right bits."""
 
     def __init__(self, compile_function: CompileFunction) -> None:
         self._compile_function = compile_function
-        self._prepared: dict[int, AdamWNumbers] = {}
+        self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
+        """By the piece's id; None if the one pass does not apply."""
+        self._numbers: dict[int, AdamWNumbers] = {}
         """Numbers of the next update of a piece, by id of its step count."""
 
-    def prepare(
-        self, counts: Sequence[tuple[Tensor, Mapping[str, Any]]], gradient_factor: float
-    ) -> None:
-        """Compute the numbers of the next update of all pieces, given by step count and group.
+    def prepare_counts(self, counts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
+        """Compute the numbers of the next update of pieces, given by step count and group.
 
         On a GPU that takes a dozen kernels for all pieces of a group, or for each.
         """
-        self._prepared = {}
+        self._numbers = {}
         groups = {id(group): group for _, group in counts}
         for key, group in groups.items():
             steps = [step for step, owner in counts if id(owner) == key and not step.is_cpu]
             if steps:
-                following = torch._foreach_add(steps, 1)
-                numbers = compute_numbers(following, group, _get_constants(group), gradient_factor)
-                self._prepared |= zip(map(id, steps), numbers, strict=True)
+                self._numbers |= zip(map(id, steps), _advance(steps, group), strict=True)
+
+    def prepare(self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any]) -> None:
+        """Do for pieces of one group what their next update needs besides the gradients' factor.
+
+        It changes no state and waits for nothing.
+        """
+        constants = _get_constants(group)
+        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
+        for piece in pieces:
+            self._prepared[id(piece)] = (piece, None)
+            tensors = _collect_tensors(piece)
+            function = None if tensors is None else self._find_function(tensors, constants)
+            if tensors is not None and function is not None:
+                chosen.append((piece, _mark_varying(tensors), function))
+        if not chosen:
+            return
+        steps = [piece.state["step"] for piece, _, _ in chosen]
+        if all(id(step) in self._numbers for step in steps):
+            all_numbers = [self._numbers.pop(id(step)) for step in steps]
+        else:
+            all_numbers = _advance(steps, group)
+        for (piece, tensors, function), numbers in zip(chosen, all_numbers, strict=True):
+            prepared = _PreparedUpdate(tensors, numbers, constants, function)
+            self._prepared[id(piece)] = (piece, prepared)
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared; it holds gradients."""
+        self._prepared.clear()
 
     def update(
         self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any], gradient_factor: float
@@ -156,29 +191,18 @@ class OnePassAdamW:
 
         Gradients stay as they are.
         """
-        constants = _get_constants(group)
-        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
-        remaining: list[ParameterPiece] = []
-        for piece in pieces:
-            tensors = _collect_tensors(piece)
-            update = None if tensors is None else self._find_function(tensors, constants)
-            if tensors is None or update is None:
-                remaining.append(piece)
-            else:
-                chosen.append((piece, tensors, update))
+        self.prepare([piece for piece in pieces if id(piece) not in self._prepared], group)
+        all_prepared = [self._prepared.pop(id(piece)) for piece in pieces]
+        chosen = [(piece, prepared) for piece, prepared in all_prepared if prepared is not None]
         if not chosen:
-            return remaining
-        steps = [piece.state["step"] for piece, _, _ in chosen]
-        torch._foreach_add_(steps, 1)
-        if all(id(step) in self._prepared for step in steps):
-            all_numbers = [self._prepared.pop(id(step)) for step in steps]
-        else:
-            all_numbers = compute_numbers(steps, group, constants, gradient_factor)
-        for (piece, tensors, update), numbers in zip(chosen, all_numbers, strict=True):
-            update(_mark_varying(tensors), numbers, constants)
+            return list(pieces)
+        torch._foreach_add_([piece.state["step"] for piece, _ in chosen], 1)
+        factor = torch.tensor(gradient_factor, dtype=torch.float32)
+        for piece, (tensors, numbers, constants, function) in chosen:
+            function(tensors, numbers._replace(gradient_factor=factor), constants)
             if piece.copy is not None:
                 piece.copy.mark_current()
-        return remaining
+        return [piece for piece, prepared in all_prepared if prepared is None]
 
     def _find_function(self, tensors: AdamWTensors, constants: AdamWConstants) -> Any:
         """Return the compiled function for these dtypes and constants; None if there is none."""
@@ -194,6 +218,12 @@ class OnePassAdamW:
             partial(_make_sample, copy_dtype, constants),
         )
         return None if update is update_separately else update
+
+
+def _advance(steps: Sequence[Tensor], group: Mapping[str, Any]) -> list[AdamWNumbers]:
+    """Compute the numbers of the update that follows these counts, with a factor of 1."""
+    following = torch._foreach_add(list(steps), 1)
+    return compute_numbers(following, group, _get_constants(group), gradient_factor=1.0)
 
 
 def _get_constants(group: Mapping[str, Any]) -> AdamWConstants:

@@ -212,6 +212,23 @@ class UpdateByPiece:
     """Factor of the gradients in the next step."""
     find_copy: Callable[[Tensor], WeightCopy | None] | None = None
     """Finds the copy of a parameter that an update may write."""
+    _prepared: Sequence[ParameterPiece] | None = None
+
+    def prepare_step(self) -> None:
+        """Do what the next step needs besides the gradients' values and factor.
+
+        A GPU is still computing the gradients then; after the step's host wait it would be idle.
+        Learning rate, `find_copy` and the gradients' tensors must not change until the step.
+        """
+        self._prepared = self.list_pieces()
+        self.prepare_pieces(self._prepared)
+
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Prepare the next update of these pieces: nothing, unless an optimizer overrides it."""
+
+    def discard_preparation(self) -> None:
+        """Forget what `prepare_step` has prepared, which holds the gradients: there is no step."""
+        self._prepared = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -219,7 +236,8 @@ class UpdateByPiece:
         assert closure is None, "gradients are accumulated before the step"
         optimizer: Any = self
         parts = () if self.has_collectives else self.update_parts
-        pieces = {piece.name: piece for piece in self.list_pieces()}
+        listed = self.list_pieces() if self._prepared is None else self._prepared
+        pieces = {piece.name: piece for piece in listed}
         for part in parts:
             names = [name for name in pieces if name in part.names]
             optimizer.update_pieces([pieces.pop(name) for name in names])
@@ -229,6 +247,7 @@ class UpdateByPiece:
         for part in self.update_parts[len(parts) :]:
             part.end()
         self.gradient_factor = 1.0
+        self.discard_preparation()
 
     def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         """Prepare nothing, unless an optimizer overrides it."""

@@ -389,6 +389,11 @@ def update_parameters(
         / loss_scale
     )
     norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
+    if isinstance(optimizer, UpdateByPiece):
+        _pass_on(model, optimizer)
+        if not isinstance(optimizer, OffloadedOptimizer):  # its last update may still be running
+            set_learning_rate(optimizer, learning_rate)
+            optimizer.prepare_step()  # while the device computes the gradients
     read_values: list[list[float]] = []
     beyond_limit = 0
     if rows_beyond_limit is not None:
@@ -402,7 +407,7 @@ def update_parameters(
         gradient_norm = float(norm)
     check_nccl_groups()  # the device has computed the gradients
     if beyond_limit:
-        optimizer.zero_grad(set_to_none=True)
+        _drop_gradients(optimizer)
         values = tuple(read_values)
         return StepUpdate(gradient_norm, True, values, rows_beyond_limit=beyond_limit)
     skipped = not isfinite(gradient_norm)
@@ -416,14 +421,12 @@ def update_parameters(
             _scale_gradients(model, optimizer, factor)
         set_learning_rate(optimizer, learning_rate)
         model.invalidate_weights()
-        if isinstance(optimizer, UpdateByPiece):
-            _pass_on(model, optimizer)
         optimizer.step()
         if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
             optimizer.wait_for_update()
         if router_table is not None:
             update_balance_biases(model.decoder, router_table)
-    optimizer.zero_grad(set_to_none=True)
+    _drop_gradients(optimizer)
     if times is not None:
         times.mark("optimizer")
     return StepUpdate(gradient_norm, skipped, tuple(read_values))
@@ -435,6 +438,12 @@ def _pass_on(model: ParallelModel, optimizer: UpdateByPiece) -> None:
         optimizer.update_parts = model.early_gathers.parts
     if model.decoder.working_weights is not None:
         optimizer.find_copy = model.decoder.working_weights.find
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    if isinstance(optimizer, UpdateByPiece):
+        optimizer.discard_preparation()
 
 
 def _scale_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, factor: float) -> None:

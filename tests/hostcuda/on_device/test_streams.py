@@ -6,6 +6,7 @@ Background saves copy on a stream of their own, micro-batches come from pinned m
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shardwright.errors import SaveFailed
 from shardwright.layout import Layout
 from shardwright.optim import build_optimizer
 from shardwright.optim.state import collect_optimizer_tensors
+from shardwright.training import step as training_step
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
@@ -141,3 +143,40 @@ def test_micro_batches_are_copied_from_pinned_memory_without_waiting() -> None:
         with device.log_synchronisations() as log:
             move(source)()
         assert log.total() == number, log
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_the_update_is_prepared_before_the_host_waits(
+    is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    optimizer = training.optimizer
+    training.accumulate()
+    _, parameter = next(iter(training.model.named_parameters()))
+    gradient = parameter.grad
+    assert gradient is not None
+    if is_skipped:
+        gradient.view(-1)[0] = float("nan")
+    is_alive = weakref.ref(gradient)
+    del gradient
+    calls: list[str] = []
+    list_pieces = optimizer.list_pieces  # type: ignore[attr-defined]
+    read_together = training_step.read_together
+    monkeypatch.setattr(
+        optimizer, "list_pieces", lambda: (calls.append("list pieces"), list_pieces())[1]
+    )
+    monkeypatch.setattr(
+        training_step,
+        "read_together",
+        lambda tensors: (calls.append("wait"), read_together(tensors))[1],
+    )
+    update = update_parameters(
+        training.model,
+        optimizer,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=0.5,
+        read_along=[torch.zeros((), device=training.model.device)],
+    )
+    assert update.is_skipped == is_skipped
+    assert calls == ["list pieces", "wait"]
+    assert is_alive() is None, "the preparation holds the gradient"

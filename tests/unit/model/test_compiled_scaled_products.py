@@ -146,20 +146,30 @@ def test_compiled_code_quantises_an_operand_of_several_products_once(scaling: Sc
 
 def test_compiled_products_read_codes_that_are_in_memory() -> None:
     let_compiler_trace_kernels()
-    right = transpose(quantise(make_matrix(64, 128), Scaling(None, None)))
+    scaling = Scaling(None, None)
+    weight = transpose(quantise(make_matrix(64, 128), scaling))
     graphs: list[GraphModule] = []
 
     def keep_graph(graph: GraphModule, _inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    def multiply(x: Tensor) -> Tensor:
-        return multiply_on_device(quantise(x, Scaling(None, None)), right, torch.bfloat16)
+    def multiply(x: Tensor) -> tuple[Tensor, Tensor]:
+        operand = quantise(x, scaling)
+        output = multiply_on_device(operand, weight, torch.bfloat16)
+        return output, multiply_on_device(transpose(operand), operand, torch.bfloat16)
 
     torch.compile(multiply, backend=keep_graph, fullgraph=True)(make_matrix(32, 128).bfloat16())
-    (product,) = [node for node in graphs[0].graph.nodes if "scaled_mm" in str(node.target)]
-    left_codes, right_codes = product.args[:2]
-    assert [left_codes.target, right_codes.args[0].target] == ["as_strided"] * 2
+    output, gradient = [node for node in graphs[0].graph.nodes if "scaled_mm" in str(node.target)]
+    x_codes, w_codes = output.args[:2]
+    assert [x_codes.target, w_codes.args[0].target] == ["as_strided"] * 2
+    left_codes, right_codes = gradient.args[:2]
+    for codes in (left_codes, right_codes.args[0]):
+        chain = [codes]
+        while chain[-1].target != "to":
+            chain.append(chain[-1].args[0])
+        targets = [node.target for node in chain if node.target != "t"]
+        assert targets == ["as_strided", "contiguous", "as_strided", "to"], "transposed in memory"
 
 
 @cache

@@ -109,6 +109,8 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
             parameter.grad = (gradient.mT * sizes).mT if gradient.ndim == 2 else gradient
             parameter.grad[:1] *= step % 2
         set_learning_rate(optimizer, 0.03 / (step + 1))
+        if compiler and step % 2:
+            optimizer.prepare_step()
         if compiler and optimizer.applies_factor:
             optimizer.gradient_factor = 0.37
         else:

@@ -64,8 +64,8 @@ def multiply_on_device(
         assert isinstance(left, TwoLevelMatrix)
         assert isinstance(right, TwoLevelMatrix)
         return _multiply_two_levels(left, right, dtype)
-    codes_MK = _write_once(left.codes.contiguous())
-    codes_KN = _write_once(right.codes.t().contiguous()).t()
+    codes_MK = _order_codes(left.codes)
+    codes_KN = _order_codes(right.codes.t()).t()
     if left.codes.shape[0] == 0:
         return codes_MK.new_empty((0, codes_KN.shape[1]), dtype=dtype)
     if left.scaling.scale_format == "e8m0":
@@ -106,15 +106,22 @@ def multiply_on_device(
     )
 
 
-def _write_once(codes: Tensor) -> Tensor:
-    """Let compiled code write codes once for all products that read them.
+def _order_codes(codes_RC: Tensor) -> Tensor:
+    """Return codes in row-major order; compiled code writes them once for all products.
 
     Inductor copies the input of a product if it is not in memory yet, for each product that reads
-    it. The input of `as_strided` has to be in memory.
+    it. It also merges what computes codes with reductions of rows, whose kernels would write a
+    transposed matrix byte by byte. The input of `as_strided` has to be in memory.
     """
     if not torch.compiler.is_compiling():
-        return codes
-    return codes.as_strided(codes.shape, codes.stride())
+        return codes_RC.contiguous()
+    if codes_RC.t().is_contiguous():
+        codes_RC = _put_in_memory(codes_RC.t()).t()
+    return _put_in_memory(codes_RC.contiguous())
+
+
+def _put_in_memory(codes_RC: Tensor) -> Tensor:
+    return codes_RC.as_strided(codes_RC.shape, codes_RC.stride())
 
 
 def _register_grouped_shape() -> torch.library.Library | None:
