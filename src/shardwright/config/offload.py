@@ -13,6 +13,8 @@ UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 BUCKETS_PER_BUFFER = 16
 """Buckets of state on disk in one buffer."""
+_BUCKETS_READ_AHEAD = 32
+"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more."""
 
 
 class OffloadSection(RecipeSection):
@@ -52,7 +54,8 @@ class OffloadSection(RecipeSection):
     read_ahead_bytes: Literal["auto"] | Annotated[int, Field(ge=0, le=2**40, strict=True)] = "auto"
     """Device memory beyond the three buffers for moments in host memory that are read during the
     passes before an update on the device, which then waits for fewer. `auto` is what remains free
-    of the device at the start of a run, at most half of a rank's moments; 0 in a plan."""
+    of the device at the start of a run, at most half of a rank's moments; 0 in a plan. Buckets are
+    a thirty-second of it if that is more than `buffer_bytes`."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
@@ -80,9 +83,11 @@ class OffloadSection(RecipeSection):
 
         On disk it is a fraction of a buffer, because an update waits until its first bucket is
         written and another one is read into that memory (docs/decisions/0180-smaller-buckets.md).
+        In host memory it is larger if much is read ahead, because the host launches each bucket.
         """
         if self.optimizer != "disk":
-            return self.buffer_bytes
+            ahead_bytes = self.ahead_bytes // _BUCKETS_READ_AHEAD // 4096 * 4096
+            return max(self.buffer_bytes, ahead_bytes)
         return max(1, self.buffer_bytes // BUCKETS_PER_BUFFER // 4096) * 4096
 
     @property
@@ -90,6 +95,13 @@ class OffloadSection(RecipeSection):
         """Bytes of `read_ahead_bytes`; 0 for `auto`, which takes more only at the start of a
         run."""
         return 0 if self.read_ahead_bytes == "auto" else self.read_ahead_bytes
+
+    @property
+    def device_buffer_bytes(self) -> int:
+        """Bytes of the buffers on a GPU through which moments pass."""
+        if self.optimizer == "disk":
+            return 3 * self.bucket_bytes
+        return 3 * self.buffer_bytes + self.ahead_bytes
 
     @property
     def tiers(self) -> dict[str, OffloadTier]:

@@ -61,7 +61,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
         overlap: UpdateOverlap | None = None,
-        ahead_bytes: int = 0,
+        device_buffer_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -75,8 +75,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             parameters: Brings parameters and gradients that are elsewhere.
             overlap: Lets each module wait for the update of its own weights. Otherwise, and after
                 `wait_for_update`, the device waits for the whole update.
-            ahead_bytes: Device memory for buckets that are read before an update, beyond that
-                of three buckets.
+            device_buffer_bytes: Device memory for buckets; it has three, whatever they take.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert overlap is None or not optimizer.has_collectives, "its update ends with the last one"
@@ -114,7 +113,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._store,
             DeviceBuffers(
                 self._partition.max_bucket_bytes,
-                self._partition.count_device_buffers(ahead_bytes),
+                self._partition.count_device_buffers(device_buffer_bytes),
                 device,
             )
             if device.type == "cuda" and not has_host_update

@@ -57,7 +57,7 @@ def offload_optimizer(
             return HostStore.allocate(
                 partition.segment_bytes,
                 is_pinned=is_pinned,
-                capacity_bytes=partition.count_device_buffers(section.ahead_bytes)
+                capacity_bytes=partition.count_device_buffers(section.device_buffer_bytes)
                 * partition.max_bucket_bytes,
             )
         unit_bytes = 0 if overlap is None else _find_largest_unit(partition, overlap)
@@ -80,7 +80,7 @@ def offload_optimizer(
         has_host_update=has_host_update,
         parameters=parameters,
         overlap=overlap,
-        ahead_bytes=section.ahead_bytes,
+        device_buffer_bytes=section.device_buffer_bytes,
     )
     if offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)

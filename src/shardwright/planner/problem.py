@@ -111,7 +111,7 @@ def build_template(
         can_offload_trained=not recipe.model.keep_zeros,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes
-        if recipe.run.device == "cpu"
+        if recipe.run.device == "cpu" or moved.optimizer == "host"
         else moved.bucket_bytes,
         ahead_bytes=moved.ahead_bytes,
         resident_state_bytes=2 * moved.buffer_bytes,

@@ -178,7 +178,7 @@ def build_fake_offloaded_optimizer(
         if is_on_cpu:
             staging_bytes = partition.compute_staging_bytes(section.buffer_bytes)
         elif not is_updated_on_host:
-            num_buffers = partition.count_device_buffers(section.ahead_bytes)
+            num_buffers = partition.count_device_buffers(section.device_buffer_bytes)
             staging_bytes = num_buffers * partition.max_bucket_bytes
         with live.exclude_new_tensors():
             segments = [

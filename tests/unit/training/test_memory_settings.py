@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from shardwright.architecture import HFShape
+from shardwright.config.offload import OffloadSection
 from shardwright.optim.sharded_optimizer import count_elements
 from shardwright.training import memory_settings
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
@@ -173,3 +175,16 @@ def test_moments_are_read_ahead_into_memory_that_is_free(tmp_path: Path) -> None
     for others in ({"read_ahead_bytes": 16384}, {"update_on": "host"}, {"optimizer": "disk"}):
         other = validate_for_gpu(**others)
         assert choose_read_ahead(other, 1e15) is other
+
+
+def test_much_memory_for_reading_ahead_makes_buckets_larger() -> None:
+    section = OffloadSection(optimizer="host", buffer_bytes=8192)
+    assert (section.bucket_bytes, section.device_buffer_bytes) == (8192, 3 * 8192)
+    for ahead_bytes, bucket_bytes in ((8192, 8192), (2**20, 2**15), (2**20 + 4096, 2**15)):
+        ahead = OffloadSection(optimizer="host", buffer_bytes=8192, read_ahead_bytes=ahead_bytes)
+        assert ahead.bucket_bytes == bucket_bytes
+        assert ahead.device_buffer_bytes == 3 * 8192 + ahead_bytes
+    assert ahead.change_tiers(optimizer="disk").read_ahead_bytes == "auto"
+    for tiers in ({"optimizer": "disk"}, {"optimizer": "host", "update_on": "host"}):
+        with pytest.raises(ValidationError, match="remove `read_ahead_bytes`"):
+            OffloadSection.model_validate(tiers | {"read_ahead_bytes": 8192})
