@@ -177,7 +177,7 @@ def test_moments_are_read_ahead_into_memory_that_is_free(tmp_path: Path) -> None
         assert choose_read_ahead(other, 1e15) is other
 
 
-def test_much_memory_for_reading_ahead_makes_buckets_larger() -> None:
+def test_buckets_are_larger_if_much_is_read_ahead() -> None:
     section = OffloadSection(optimizer="host", buffer_bytes=8192)
     assert (section.bucket_bytes, section.device_buffer_bytes) == (8192, 3 * 8192)
     for ahead_bytes, bucket_bytes in ((8192, 8192), (2**20, 2**15), (2**20 + 4096, 2**15)):
