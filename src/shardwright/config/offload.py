@@ -13,6 +13,8 @@ UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 BUCKETS_PER_BUFFER = 16
 """Buckets of state on disk in one buffer."""
+_BUCKETS_READ_AHEAD = 32
+"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more."""
 
 
 class OffloadSection(RecipeSection):
@@ -49,6 +51,11 @@ class OffloadSection(RecipeSection):
     the three, keeps its buckets from step to step, so larger buffers move fewer bytes.
     `activations: disk` has two buffers in host memory; `parameters: disk` has one, for trained
     weights two."""
+    read_ahead_bytes: Literal["auto"] | Annotated[int, Field(ge=0, le=2**40, strict=True)] = "auto"
+    """Device memory beyond the three buffers for moments in host memory that are read during the
+    passes before an update on the device, which then waits for fewer. `auto` is what remains free
+    of the device at the start of a run, at most half of a rank's moments; 0 in a plan. Buckets are
+    a thirty-second of it if that is more than `buffer_bytes`."""
 
     @model_validator(mode="after")
     def _check_consistency(self) -> OffloadSection:
@@ -59,6 +66,13 @@ class OffloadSection(RecipeSection):
             )
         if self.update_on == "host" and self.optimizer == "none":
             raise ValueError("`update_on: host` needs `optimizer: host` or `optimizer: disk`")
+        if self.read_ahead_bytes != "auto" and (
+            self.optimizer != "host" or self.update_on == "host"
+        ):
+            raise ValueError(
+                "`read_ahead_bytes` is for moments in host memory that the device updates: set "
+                "`optimizer: host` without `update_on: host`, or remove `read_ahead_bytes`"
+            )
         if self.buffer_bytes % 4096:
             raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
@@ -69,10 +83,25 @@ class OffloadSection(RecipeSection):
 
         On disk it is a fraction of a buffer, because an update waits until its first bucket is
         written and another one is read into that memory (docs/decisions/0180-smaller-buckets.md).
+        In host memory it is larger if much is read ahead, because the host launches each bucket.
         """
         if self.optimizer != "disk":
-            return self.buffer_bytes
+            ahead_bytes = self.ahead_bytes // _BUCKETS_READ_AHEAD // 4096 * 4096
+            return max(self.buffer_bytes, ahead_bytes)
         return max(1, self.buffer_bytes // BUCKETS_PER_BUFFER // 4096) * 4096
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of `read_ahead_bytes`; 0 for `auto`, which takes more only at the start of a
+        run."""
+        return 0 if self.read_ahead_bytes == "auto" else self.read_ahead_bytes
+
+    @property
+    def device_buffer_bytes(self) -> int:
+        """Bytes of the buffers on a GPU through which moments pass."""
+        if self.optimizer == "disk":
+            return 3 * self.bucket_bytes
+        return 3 * self.buffer_bytes + self.ahead_bytes
 
     @property
     def tiers(self) -> dict[str, OffloadTier]:
@@ -93,9 +122,12 @@ class OffloadSection(RecipeSection):
         return tuple(self.tiers.values())
 
     def change_tiers(self, **tiers: OffloadTier) -> OffloadSection:
-        """Return the section with other tiers by name; without `dir` if nothing is on disk."""
-        has_disk = "disk" in (self.tiers | tiers).values()
-        return self.model_copy(update=tiers if has_disk else {**tiers, "dir": None})
+        """Return the section with other tiers by name, without what these do not use."""
+        changed = self.tiers | tiers
+        unused: dict[str, str | None] = {} if "disk" in changed.values() else {"dir": None}
+        if changed["optimizer"] != "host":
+            unused["read_ahead_bytes"] = "auto"
+        return self.model_copy(update=tiers | unused)
 
     def replace_idle_host(self) -> OffloadSection:
         """Return the section with `disk` for weights and activations in `host`, for a CPU, where

@@ -93,8 +93,6 @@ class BucketStream:
 
     def close(self) -> None:
         """Discard the state and free the store."""
-        if self._device_buffers is not None:
-            self._device_buffers.close()
         self.swaps.clear()
         self._resident_swaps.clear()
         self._store.close()

@@ -19,9 +19,6 @@ from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
 
-NUM_BUFFERS = 3
-"""Number of buffers: at any time one is filled, one updated and one emptied."""
-
 
 @dataclass
 class _DeviceBuffer:
@@ -40,9 +37,7 @@ class _FilledBuffer:
 class DeviceBuffers:
     """Ring of staging buffers with one stream in and one stream out."""
 
-    def __init__(
-        self, buffer_bytes: int, device: torch.device, num_buffers: int = NUM_BUFFERS
-    ) -> None:
+    def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device) -> None:
         self._device = device
         self._free = deque(
             _DeviceBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))
@@ -55,6 +50,9 @@ class DeviceBuffers:
         """End of the last copy of each bucket to host memory."""
         self._stream_in = torch.cuda.Stream(device)
         self._stream_out = torch.cuda.Stream(device)
+        for buffer in self._free:  # whenever it is freed, copies may use it
+            buffer.memory.record_stream(self._stream_in)
+            buffer.memory.record_stream(self._stream_out)
         # The memory may have been that of tensors which the current stream still uses.
         self._stream_in.wait_stream(torch.cuda.current_stream(device))
 
@@ -113,10 +111,6 @@ class DeviceBuffers:
 
     def synchronize(self) -> None:
         """Wait until nothing reads the host memory, and it is complete."""
-        self.close()
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def close(self) -> None:
-        """Make the current stream, for which the memory will be free, wait for all copies."""
         for stream in (self._stream_in, self._stream_out):
             torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).synchronize()

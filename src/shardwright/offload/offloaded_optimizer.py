@@ -61,6 +61,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
         overlap: UpdateOverlap | None = None,
+        device_buffer_bytes: int = 0,
     ) -> None:
         """
         Args:
@@ -74,6 +75,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             parameters: Brings parameters and gradients that are elsewhere.
             overlap: Lets each module wait for the update of its own weights. Otherwise, and after
                 `wait_for_update`, the device waits for the whole update.
+            device_buffer_bytes: Device memory for buckets; it has three, whatever they take.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert overlap is None or not optimizer.has_collectives, "its update ends with the last one"
@@ -109,7 +111,11 @@ class OffloadedOptimizer(ShardedOptimizer):
         self._stream = BucketStream(
             self._partition,
             self._store,
-            DeviceBuffers(self._partition.max_bucket_bytes, device)
+            DeviceBuffers(
+                self._partition.max_bucket_bytes,
+                self._partition.count_device_buffers(device_buffer_bytes),
+                device,
+            )
             if device.type == "cuda" and not has_host_update
             else None,
         )

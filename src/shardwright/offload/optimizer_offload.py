@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.config.offload import OffloadSection
-from shardwright.offload.device_buffers import NUM_BUFFERS
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.parameter_offload import ParameterOffload
@@ -58,7 +57,8 @@ def offload_optimizer(
             return HostStore.allocate(
                 partition.segment_bytes,
                 is_pinned=is_pinned,
-                capacity_bytes=NUM_BUFFERS * partition.max_bucket_bytes,
+                capacity_bytes=partition.count_device_buffers(section.device_buffer_bytes)
+                * partition.max_bucket_bytes,
             )
         unit_bytes = 0 if overlap is None else _find_largest_unit(partition, overlap)
         resident_bytes = partition.select_resident_buckets(section.buffer_bytes, unit_bytes)
@@ -80,6 +80,7 @@ def offload_optimizer(
         has_host_update=has_host_update,
         parameters=parameters,
         overlap=overlap,
+        device_buffer_bytes=section.device_buffer_bytes,
     )
     if offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)

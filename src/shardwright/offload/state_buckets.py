@@ -20,6 +20,8 @@ from shardwright.optim.sharded_optimizer import StateSpec, count_elements
 
 PAGE_BYTES = 4096
 """Alignment of transfers: the largest logical block size of common disks."""
+_MIN_DEVICE_BUFFERS = 3
+"""At any time one is filled, one updated and one emptied."""
 _TENSOR_BYTES = 256
 """Alignment of tensors inside a segment, which CUDA's vector loads need."""
 
@@ -122,6 +124,14 @@ class StatePartition:
     def max_bucket_bytes(self) -> int:
         """Bytes of a staging buffer for any bucket."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
+
+    def count_device_buffers(self, num_bytes: int) -> int:
+        """Count the buffers on a device that fit into this many bytes, at least three.
+
+        There are no more than buckets.
+        """
+        fitting = num_bytes // max(1, self.max_bucket_bytes)
+        return min(len(self.buckets), max(_MIN_DEVICE_BUFFERS, fitting))
 
     def compute_staging_bytes(self, buffer_bytes: int) -> int:
         """Compute the bytes of host memory through which state on disk passes: three buffers.

@@ -109,6 +109,9 @@ class Candidate:
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer of offloaded states."""
+    ahead_bytes: int = 0
+    """Device memory for moments in host memory that are read before an update, beyond that of
+    staging buffers."""
     resident_state_bytes: int = 2 * DEFAULT_BUFFER_BYTES
     """Two buffers: moments on disk beyond a third one stay in them from step to step."""
     reference: ReferenceKind = "none"
@@ -201,6 +204,12 @@ class Candidate:
         return next(
             (tier for tier, kind in OPTIMIZER_OFFLOADS.items() if kind == self.offload), "none"
         )
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        """`ahead_bytes` if moments are in host memory and updated on the device, else 0."""
+        is_used = self.optimizer_tier == "host" and not self.is_updated_on_host
+        return self.ahead_bytes if is_used else 0
 
     @property
     def overlaps_update(self) -> bool:

@@ -91,7 +91,7 @@ def compute_host_update_seconds(
 
 
 def compute_exposed_update_seconds(
-    update_seconds: float, first_share: float, hidden_seconds: float
+    update_seconds: float, first_share: float, hidden_seconds: float, ahead_seconds: float = 0.0
 ) -> float:
     """Compute the seconds by which an update extends the forward pass that follows it.
 
@@ -100,8 +100,10 @@ def compute_exposed_update_seconds(
     Args:
         first_share: Share of the update that the first layer waits for.
         hidden_seconds: Time of the transfers during the forward pass of all layers but one.
+        ahead_seconds: Time of the transfers that end before the update begins.
     """
-    return max(first_share * update_seconds, update_seconds - hidden_seconds)
+    exposed = max(first_share * update_seconds, update_seconds - hidden_seconds)
+    return max(0.0, exposed - ahead_seconds)
 
 
 def sum_tier_bytes(

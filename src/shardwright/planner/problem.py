@@ -111,8 +111,9 @@ def build_template(
         can_offload_trained=not recipe.model.keep_zeros,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes
-        if recipe.run.device == "cpu"
+        if recipe.run.device == "cpu" or moved.optimizer == "host"
         else moved.bucket_bytes,
+        ahead_bytes=moved.ahead_bytes,
         resident_state_bytes=2 * moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",

@@ -22,7 +22,6 @@ from shardwright.offload import (
     WeightOffload,
 )
 from shardwright.offload.activation_store import Wait
-from shardwright.offload.device_buffers import NUM_BUFFERS
 from shardwright.offload.staging_buffer import compute_staging_buffer_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
@@ -179,7 +178,8 @@ def build_fake_offloaded_optimizer(
         if is_on_cpu:
             staging_bytes = partition.compute_staging_bytes(section.buffer_bytes)
         elif not is_updated_on_host:
-            staging_bytes = min(NUM_BUFFERS * partition.max_bucket_bytes, partition.num_bytes)
+            num_buffers = partition.count_device_buffers(section.device_buffer_bytes)
+            staging_bytes = num_buffers * partition.max_bucket_bytes
         with live.exclude_new_tensors():
             segments = [
                 torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
 """Settings whose `auto` takes memory where it is free: `model.loss_chunk_tokens`, then
-`precision.working_weights`.
+`precision.working_weights`, then `offload.read_ahead_bytes`.
 
 The sum of the head's weight gradient, in fp32, is read and written once per chunk. Working weights
-take 2 bytes per parameter, and save reading the master weights and writing casts.
+take 2 bytes per parameter, and save reading the master weights and writing casts. Moments that are
+read ahead shorten the update by their transfer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from shardwright.architecture import HFShape
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.time.update_time import has_one_pass_update
+from shardwright.planner.update_place import choose_update_place
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.metrics.run_prediction import predict_training_memory
 from shardwright.training.rank_sync import RankSync
@@ -26,6 +28,8 @@ LARGER_CHUNKS = (8192, 4096, 2048)
 """Tokens of a chunk of the loss, the best first."""
 USED_SHARE = 0.85
 """Share of the free memory that a prediction with a larger chunk, or with copies, may need."""
+_ALL_BYTES = 2**40
+"""More than the moments of any rank."""
 
 
 def agree_on_memory_settings(
@@ -49,7 +53,7 @@ def agree_on_memory_settings(
     free_bytes = min(free for (free,) in rank_sync.gather([float(local_bytes)]))
     if has_auto_chunk:
         validated_run = _take_chunk(validated_run, *choose_loss_chunk(validated_run, free_bytes))
-    return choose_working_weights(validated_run, free_bytes)
+    return choose_read_ahead(choose_working_weights(validated_run, free_bytes), free_bytes)
 
 
 def choose_loss_chunk(validated_run: ValidatedRun, free_bytes: float) -> tuple[int, str]:
@@ -119,3 +123,39 @@ def choose_working_weights(validated_run: ValidatedRun, free_bytes: float) -> Va
         format_bytes(free_bytes),
     )
     return copied if has_memory else validated_run
+
+
+def choose_read_ahead(validated_run: ValidatedRun, free_bytes: float) -> ValidatedRun:
+    """Return the run with the bytes of moments that `auto` reads ahead, in whole buffers.
+
+    At most half of the moments: with more of them on the device nothing further is hidden, unless
+    the passes are much shorter than the transfers.
+    """
+    section = validated_run.recipe.moved_offload
+    is_read = (
+        section.optimizer == "host" and choose_update_place(validated_run.recipe).place == "device"
+    )
+    if section.read_ahead_bytes != "auto" or not is_read:
+        return validated_run
+    if isinstance(validated_run.shape, HFShape):
+        return _take_read_ahead(validated_run, 0)
+    without = predict_training_memory(validated_run)
+    whole = predict_training_memory(_take_read_ahead(validated_run, _ALL_BYTES))
+    spare_bytes = max(0.0, _USED_SHARE * free_bytes - without.total)
+    share = min(0.5, spare_bytes / max(1.0, whole.total - without.total))
+    num_buffers = int(share * (whole.optimizer - without.optimizer) // section.buffer_bytes)
+    ahead_bytes = num_buffers * section.buffer_bytes
+    logger.info(
+        "offload: %s of moments are read during the passes before their update (auto: %s are "
+        "predicted without, %s free)",
+        format_bytes(ahead_bytes),
+        format_bytes(without.total),
+        format_bytes(free_bytes),
+    )
+    return _take_read_ahead(validated_run, ahead_bytes)
+
+
+def _take_read_ahead(validated_run: ValidatedRun, ahead_bytes: int) -> ValidatedRun:
+    recipe = validated_run.recipe
+    section = recipe.offload.model_copy(update={"read_ahead_bytes": ahead_bytes})
+    return replace(validated_run, recipe=recipe.model_copy(update={"offload": section}))

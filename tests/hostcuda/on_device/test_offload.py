@@ -34,6 +34,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
     "sgd": {"name": "sgd", "momentum": 0.9},
 }
+AHEAD_BYTES = 65536
 OVERLAPPED = "overlapped"
 """Moments in host memory, and an update that overlaps with the next forward pass."""
 DEFERRED = "deferred"
@@ -60,7 +61,10 @@ class Outcome:
 
 
 def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
-    """Train a few steps; with a tier, `OVERLAPPED` or `DEFERRED`, the moments are offloaded."""
+    """Train a few steps; with a tier, `OVERLAPPED` or `DEFERRED`, the moments are offloaded.
+
+    They change between two steps, as in a rollback to a checkpoint.
+    """
     gc.collect()  # what other runs left counts at the peak
     case = Case(Layout(), kind=kind, sections={"optimizer": RULES[rule]})
     recipe = case.make_recipe()
@@ -74,9 +78,12 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
         model=model,
     )
     if tier != "none":
-        offload = OffloadSection.model_validate(
-            {"optimizer": "disk" if tier in ("disk", DEFERRED) else "host", "buffer_bytes": 16384}
+        tiers: dict[str, Any] = (
+            {"optimizer": "disk"}
+            if tier in ("disk", DEFERRED)
+            else {"optimizer": "host", "read_ahead_bytes": AHEAD_BYTES}
         )
+        offload = OffloadSection.model_validate(tiers | {"buffer_bytes": 16384})
         overlap = (
             overlap_update(model, is_deferred=tier == DEFERRED)
             if tier in (OVERLAPPED, DEFERRED)
@@ -86,6 +93,7 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
             optimizer, offload, model, device=cuda, default_folder=folder, overlap=overlap
         )
     outcome = Outcome()
+    named = dict(model.named_parameters())
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 3:
             torch.cuda.reset_peak_memory_stats()
@@ -105,10 +113,16 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
         outcome.waits.append(sum(log.values()))
         if isinstance(optimizer, OffloadedOptimizer):
             outcome.launched_bytes.append(optimizer.counts.written_bytes - before.written_bytes)
+        if step == 1:
+            for moment in collect_optimizer_tensors(optimizer, named.items()).values():
+                if moment.is_floating_point():
+                    moment.mul_(0.5)
     outcome.peak_bytes = torch.cuda.max_memory_allocated()
-    named = dict(model.named_parameters())
-    tensors = named | collect_optimizer_tensors(optimizer, named.items())
-    outcome.tensors = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.wait_for_update()
+    outcome.tensors = {key: tensor.detach().cpu() for key, tensor in named.items()}
+    for key, tensor in collect_optimizer_tensors(optimizer, named.items()).items():
+        outcome.tensors[key] = tensor.cpu().clone()
     outcome.values = collect_optimizer_values(optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         outcome.num_buckets = optimizer.num_buckets
@@ -136,7 +150,8 @@ def test_offloaded_states_have_the_bits_of_resident_ones_and_the_host_does_not_w
         if tier in ("host", OVERLAPPED):
             assert got.waits == expected.waits
             # The first buckets are read during the passes before.
-            assert got.ahead_bytes[0] == 0 < min(got.ahead_bytes[1:])
+            assert got.ahead_bytes[0] == 0
+            assert min(got.ahead_bytes[1:]) > (0 if rule == "muon" else AHEAD_BYTES)
             # A whole update at once would fill the queues of the device.
             assert {size < got.num_bytes for size in got.launched_bytes} == {tier == OVERLAPPED}
 
@@ -155,7 +170,7 @@ def test_an_overlapped_update_casts_working_weights_and_needs_no_further_memory(
     ("method", "message"),
     [
         ("_wait_for_unit", "missing event"),
-        ("wait", "record_stream"),
+        ("_end", "missing event"),
         ("gradients", "record_stream"),
     ],
 )

@@ -78,6 +78,15 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
     disk_hidden_seconds = disk.memory.offloaded / 1e9 - disk.time.optimizer
     assert disk_hidden_seconds == pytest.approx(hidden_seconds, rel=1e-3)
     assert host.time.compute == resident.time.compute
+    ahead = predictor.predict(replace(host.candidate, ahead_bytes=2**29))
+    assert ahead.memory.optimizer == host.memory.optimizer + 2**29
+    assert host.time.optimizer - ahead.time.optimizer == pytest.approx(2**29 / 25e9)
+    everything = predictor.predict(replace(host.candidate, ahead_bytes=2**50))
+    assert everything.memory.optimizer == host.memory.offloaded
+    # They are read during the backward pass, and no faster than the link.
+    assert 0.0 < host.time.optimizer - everything.time.optimizer < host.time.compute
+    unused = predictor.predict(replace(disk.candidate, ahead_bytes=2**29))
+    assert (unused.memory, unused.time) == (disk.memory, disk.time)
 
 
 def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:

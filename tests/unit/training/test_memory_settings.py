@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from shardwright.architecture import HFShape
+from shardwright.config.offload import OffloadSection
+from shardwright.optim.sharded_optimizer import count_elements
 from shardwright.training import memory_settings
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.memory_settings import (
     agree_on_memory_settings,
     choose_loss_chunk,
+    choose_read_ahead,
     choose_working_weights,
     set_loss_chunk,
 )
@@ -148,3 +152,39 @@ def test_copies_are_predicted_to_need_their_bytes_under_recomputation(tmp_path: 
     matrices = [p for p in run.shape.list_parameters() if len(p.shape) == 2]
     elements = sum(p.shape[0] * p.shape[1] for p in matrices)
     assert added == pytest.approx(2 * elements)
+
+
+def test_moments_are_read_ahead_into_memory_that_is_free(tmp_path: Path) -> None:
+    sections = {"optimizer": "host", "buffer_bytes": 8192}
+
+    def validate_for_gpu(**others: Any) -> ValidatedRun:
+        valid = validate(tmp_path, length=64, offload=sections | others)
+        run = valid.recipe.run.model_copy(update={"device": "cuda"})
+        return replace(valid, recipe=valid.recipe.model_copy(update={"run": run}))
+
+    run = validate_for_gpu()
+    ahead_bytes = choose_read_ahead(run, 1e15).recipe.offload.ahead_bytes
+    moment_bytes = 8 * sum(count_elements(p.shape) for p in run.shape.list_parameters())
+    assert moment_bytes / 2 - 4 * 8192 < ahead_bytes < moment_bytes / 2
+    assert ahead_bytes % 8192 == 0
+    half = validate_for_gpu(read_ahead_bytes=ahead_bytes // 2)
+    free_bytes = predict_training_memory(half).total / 0.85
+    fitting = choose_read_ahead(run, free_bytes)
+    assert ahead_bytes // 2 - 8192 <= fitting.recipe.offload.ahead_bytes <= ahead_bytes // 2
+    assert choose_read_ahead(run, 0.0).recipe.offload.ahead_bytes == 0
+    for others in ({"read_ahead_bytes": 16384}, {"update_on": "host"}, {"optimizer": "disk"}):
+        other = validate_for_gpu(**others)
+        assert choose_read_ahead(other, 1e15) is other
+
+
+def test_buckets_are_larger_if_much_is_read_ahead() -> None:
+    section = OffloadSection(optimizer="host", buffer_bytes=8192)
+    assert (section.bucket_bytes, section.device_buffer_bytes) == (8192, 3 * 8192)
+    for ahead_bytes, bucket_bytes in ((8192, 8192), (2**20, 2**15), (2**20 + 4096, 2**15)):
+        ahead = OffloadSection(optimizer="host", buffer_bytes=8192, read_ahead_bytes=ahead_bytes)
+        assert ahead.bucket_bytes == bucket_bytes
+        assert ahead.device_buffer_bytes == 3 * 8192 + ahead_bytes
+    assert ahead.change_tiers(optimizer="disk").read_ahead_bytes == "auto"
+    for tiers in ({"optimizer": "disk"}, {"optimizer": "host", "update_on": "host"}):
+        with pytest.raises(ValidationError, match="remove `read_ahead_bytes`"):
+            OffloadSection.model_validate(tiers | {"read_ahead_bytes": 8192})

@@ -118,11 +118,7 @@ def compute_persistent_memory(
     offloaded = 0.0
     if candidate.offload in ("optimizer", "optimizer_disk"):
         offloaded = optimizer
-        optimizer = (
-            0.0
-            if candidate.is_updated_on_host
-            else engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
-        )
+        optimizer = _compute_device_buffers(candidate, offloaded)
     elif candidate.offload == "parameters":
         weights = optimizer = gradients = reduced = updated = 0.0
     at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)
@@ -142,6 +138,14 @@ def compute_persistent_memory(
         offloaded,
         moved,
     )
+
+
+def _compute_device_buffers(candidate: Candidate, offloaded: float) -> float:
+    """Compute the bytes of the buffers through which this many bytes of moments pass."""
+    if candidate.is_updated_on_host:
+        return 0.0
+    staging = candidate.engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
+    return min(offloaded, staging + candidate.read_ahead_bytes)
 
 
 def _compute_weight_bytes(

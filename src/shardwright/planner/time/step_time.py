@@ -296,7 +296,10 @@ def _compute_update_seconds(
     if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
         hidden_seconds = min(hidden_seconds, compute_ring_bytes(candidate, layer_bytes) / rate)
     exposed_seconds = compute_exposed_update_seconds(
-        update_seconds, first_elements / num_elements, hidden_seconds * (num_layers - 1)
+        update_seconds,
+        first_elements / num_elements,
+        hidden_seconds * (num_layers - 1),
+        min(candidate.read_ahead_bytes / rate, backward_seconds),
     )
     # The update of moments on disk itself runs on training's stream.
     return max(exposed_seconds, seconds) if is_on_disk else exposed_seconds
