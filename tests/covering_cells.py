@@ -11,10 +11,12 @@ from itertools import combinations, product
 from shardwright.config.offload import NOT_OFFLOADED, OffloadSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import AXES, Layout
+from shardwright.schedule import count_stages_per_rank
+from shardwright.verification.cases import VerificationCase
 from shardwright.verification.grid import NUM_GRID_LAYERS, GridCell, list_offloads
 
 NUM_COVERING_LAYERS = 2
-"""Layers of a chosen cell without pipeline stages: a first and a last one."""
+"""Layers of a chosen cell with at most two stages: a first and a last one."""
 OFFLOAD_COST = 3.0
 """Cost of a cell with a resident and an offloaded run more."""
 RECOMPUTE_COST: dict[RecomputeKind, float] = {"none": 1.0, "full": 1.3, "selective": 1.9}
@@ -23,10 +25,16 @@ RECOMPUTE_COST: dict[RecomputeKind, float] = {"none": 1.0, "full": 1.3, "selecti
 def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     """Choose cells that cover all pairs of properties, greedily by new pairs per cost.
 
-    Those without pipeline stages have `NUM_COVERING_LAYERS` layers: it halves their time. Of
-    activations that are offloaded more than two layers are needed: two stay on the device.
+    Those with at most two stages have `NUM_COVERING_LAYERS` layers: it halves their time;
+    `test_pipeline.py` has stages of several layers. Of activations that are offloaded more
+    than two layers are needed: two stay on the device. Pipelines have two micro-batches per rank,
+    with which every schedule warms up, is steady and drains.
     """
-    cells = [replace(cell, offload=NOT_OFFLOADED) for cell in cells if not cell.is_compiled]
+    cells = [
+        replace(cell, case=shorten_pipeline(cell), offload=NOT_OFFLOADED)
+        for cell in cells
+        if not cell.is_compiled
+    ]
     cells = [
         replace(cell, offload=offload, num_layers=choose_num_layers(cell.layout, offload))
         for cell in dict.fromkeys(cells)
@@ -47,8 +55,15 @@ def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     return sorted(chosen, key=cells.index)
 
 
+def shorten_pipeline(cell: GridCell) -> VerificationCase:
+    if cell.layout.pp == 1:
+        return cell.case
+    return replace(cell.case, accumulation=2 * cell.layout.pp)
+
+
 def choose_num_layers(layout: Layout, offload: OffloadSection) -> int:
-    if layout.pp == 1 and offload.activations == "none":
+    num_stages = layout.pp * count_stages_per_rank(layout.schedule)
+    if num_stages <= NUM_COVERING_LAYERS and offload.activations == "none":
         return NUM_COVERING_LAYERS
     return NUM_GRID_LAYERS
 

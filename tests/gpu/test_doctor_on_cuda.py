@@ -14,6 +14,7 @@ import torch
 from shardwright.doctor.diagnosis import examine
 from shardwright.doctor.examination import ExaminationRequest
 from shardwright.doctor.gpu_health import read_gpu, run_under_load
+from shardwright.doctor.rates import device_rates
 from shardwright.doctor.rates.cluster_profile import build_profile, build_request
 from shardwright.doctor.rates.device_rates import list_precisions, time_copies, time_matmul
 from shardwright.doctor.storage import OutputFolder
@@ -38,7 +39,9 @@ def test_matmul_rates_are_near_the_data_sheet_and_not_above(device: torch.device
             assert 0.3 * peak < rate.flops_per_second < 1.05 * peak
 
 
-def test_copies(device: torch.device) -> None:
+def test_copies(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda" and not is_gpu(device):
+        monkeypatch.setattr(device_rates, "MIB_BYTES", 2**14)  # GiBs are for a GPU's caches
     rates = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
     assert set(rates) == (
         {"memory", "to device", "from device", "host memory"}
