@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from shardwright.optim.code_places import CodePlaces, build_code_places, find_codes
-from shardwright.optim.exact_operations import CompileFunction, interpolate, take_root
+from shardwright.optim.exact_operations import (
+    CompileFunction,
+    divide_blocks,
+    interpolate,
+    take_root,
+)
 
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Elements that separate operations update at a time."""
@@ -207,7 +212,7 @@ def _write_blocks(
 ) -> None:
     """Write scales and codes as `_encode`."""
     new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
-    codes_NS.copy_(find_codes(values_NS / new_scales_N[:, None], places))
+    codes_NS.copy_(find_codes(divide_blocks(values_NS, new_scales_N), places))
     scales_N.copy_(new_scales_N)
 
 
