@@ -31,7 +31,10 @@ _MAX_CHUNK_ELEMENTS = 1 << 22
 """Elements that separate operations update at a time."""
 _CPU_CHUNK_ELEMENTS = 1 << 17
 """Elements that a CPU updates at a time, whose fp32 moments fit its cache."""
-_SAMPLE_BLOCKS = 67
+_MAGNITUDE = 0x7FFFFFFF
+"""Bits of an fp32 number without its sign."""
+_SAMPLE_BLOCKS = 1021
+"""Enough for the compiler's choice for large tensors: on CUDA one warp updates four blocks."""
 
 
 class QuantisedRows(NamedTuple):
@@ -211,8 +214,14 @@ def _write_blocks(
     values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, places: CodePlaces
 ) -> None:
     """Write scales and codes as `_encode`."""
-    new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
-    codes_NS.copy_(find_codes(divide_blocks(values_NS, new_scales_N), places))
+    # As integers, magnitudes have the same order, and a comparison needs no case for NaN.
+    magnitudes_NS = values_NS.view(torch.int32) & _MAGNITUDE
+    new_scales_N = magnitudes_NS.amax(-1).view(torch.float32).clip(1e-12)
+    if values_NS.is_cuda:  # where a division is 12 instructions; a CPU has one
+        scaled_NS = divide_blocks(values_NS, new_scales_N)
+    else:
+        scaled_NS = values_NS / new_scales_N[:, None]
+    codes_NS.copy_(find_codes(scaled_NS, places))
     scales_N.copy_(new_scales_N)
 
 
