@@ -214,12 +214,13 @@ def _write_blocks(
     values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, places: CodePlaces
 ) -> None:
     """Write scales and codes as `_encode`."""
-    # As integers, magnitudes have the same order, and a comparison needs no case for NaN.
-    magnitudes_NS = values_NS.view(torch.int32) & _MAGNITUDE
-    new_scales_N = magnitudes_NS.amax(-1).view(torch.float32).clip(1e-12)
-    if values_NS.is_cuda:  # where a division is 12 instructions; a CPU has one
-        scaled_NS = divide_blocks(values_NS, new_scales_N)
+    if values_NS.is_cuda:
+        # As integers, magnitudes have the same order, and a comparison needs no case for NaN.
+        magnitudes_NS = values_NS.view(torch.int32) & _MAGNITUDE
+        new_scales_N = magnitudes_NS.amax(-1).view(torch.float32).clip(1e-12)
+        scaled_NS = divide_blocks(values_NS, new_scales_N)  # a division is 12 instructions
     else:
+        new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
         scaled_NS = values_NS / new_scales_N[:, None]
     codes_NS.copy_(find_codes(scaled_NS, places))
     scales_N.copy_(new_scales_N)
