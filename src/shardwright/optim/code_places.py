@@ -26,10 +26,12 @@ class CodePlaces(NamedTuple):
     """Places in the fp32 numbers from -1 to 1 where codes begin."""
 
     entries: Tensor
-    """int32, first for the magnitudes of positive numbers, then for those of negative ones."""
+    """int32, for the magnitudes of positive numbers, then for those of negative ones if any."""
     smallest_bits: int
     """Bits of the smallest magnitude with an entry; smaller ones have the same code."""
     num_trailing_bits: int
+    has_negative: bool
+    """True if the table has negative values. Without them, no number may be negative."""
 
 
 def build_code_places(table: Tensor, quantise: Callable[[Tensor], Tensor]) -> CodePlaces:
@@ -40,15 +42,17 @@ def build_code_places(table: Tensor, quantise: Callable[[Tensor], Tensor]) -> Co
         quantise: function from fp32 numbers to codes; it never descends.
     """
     smallest = table[table != 0].abs().min()
+    has_negative = bool((table < 0).any())
     smallest_bits = int((smallest / 4).view(torch.int32)) >> _MANTISSA_BITS << _MANTISSA_BITS
     for num_trailing_bits in range(_MANTISSA_BITS, 0, -1):
         size = 1 << num_trailing_bits
         starts = torch.arange(smallest_bits, _LARGEST_BITS + size, size, dtype=torch.int32)
         ends = starts + (size - 1)
         # The first number of an entry is its smallest magnitude, or its largest if negative.
-        bits = torch.cat([starts, ends | _SIGN])
+        bits = torch.cat([starts, ends | _SIGN]) if has_negative else starts
+        last_bits = torch.cat([ends, starts | _SIGN]) if has_negative else ends
         first = quantise(_read_numbers(bits)).int()
-        last = quantise(_read_numbers(torch.cat([ends, starts | _SIGN]))).int()
+        last = quantise(_read_numbers(last_bits)).int()
         if int((last - first).max()) <= 1:
             break
     entries = first << num_trailing_bits
@@ -64,7 +68,7 @@ def build_code_places(table: Tensor, quantise: Callable[[Tensor], Tensor]) -> Co
         low = torch.where(is_last, low, middle + 1)
         high = torch.where(is_last, middle, high)
     entries[has_two] += size - high
-    return CodePlaces(entries, smallest_bits, num_trailing_bits)
+    return CodePlaces(entries, smallest_bits, num_trailing_bits, has_negative)
 
 
 def _read_numbers(bits: Tensor) -> Tensor:
@@ -73,10 +77,14 @@ def _read_numbers(bits: Tensor) -> Tensor:
 
 def find_codes(values: Tensor, places: CodePlaces) -> Tensor:
     """Find the codes of fp32 values from -1 to 1, as uint8."""
-    entries, smallest_bits, num_trailing_bits = places
+    entries, smallest_bits, num_trailing_bits, has_negative = places
     bits = values.view(torch.int32)
-    sign = bits >> 31  # all bits of negative numbers
     magnitude = (bits & _MAGNITUDE).clamp(smallest_bits, _LARGEST_BITS)
-    place = ((magnitude - smallest_bits) >> num_trailing_bits) + (sign & (len(entries) // 2))
-    trailing = (magnitude ^ sign) & ((1 << num_trailing_bits) - 1)
+    place = (magnitude - smallest_bits) >> num_trailing_bits
+    trailing = magnitude
+    if has_negative:
+        sign = bits >> 31  # all bits of negative numbers
+        place = place + (sign & (len(entries) // 2))
+        trailing = magnitude ^ sign
+    trailing = trailing & ((1 << num_trailing_bits) - 1)
     return ((entries[place] + trailing) >> num_trailing_bits).to(torch.uint8)

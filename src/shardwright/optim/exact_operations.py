@@ -40,6 +40,25 @@ def interpolate(start: Tensor, end: Tensor, weight: float) -> Tensor:
     return multiply_add(difference, factor - 1, end)
 
 
+def divide_blocks(values_NS: Tensor, divisors_N: Tensor) -> Tensor:
+    """Divide each fp32 row by a number of at least 2^-60, in compiled code with one division a row.
+
+    Quotients of at least 2^-30 are the nearest numbers; smaller ones are close to them.
+
+    Source: Markstein 1990, Computation of Elementary Functions on the IBM RISC System/6000.
+    """
+    # The reciprocal of a large number would be too small for all its bits.
+    factor_N = torch.where(divisors_N < 2.0**100, 1.0, 2.0**-64)
+    divisors_N = divisors_N * factor_N
+    reciprocal_NS = (1 / divisors_N)[:, None].expand_as(values_NS)
+    divisors_N = torch.where(divisors_N == torch.inf, 0.0, divisors_N)  # quotients are 0, not NaN
+    values_NS = values_NS * factor_N[:, None]
+    quotient_NS = values_NS * reciprocal_NS
+    divisors_NS = divisors_N[:, None].expand_as(values_NS)
+    remainder_NS = multiply_add(-quotient_NS, divisors_NS, values_NS)
+    return multiply_add(remainder_NS, reciprocal_NS, quotient_NS)
+
+
 def take_root(values: Tensor) -> Tensor:
     """Compute `values.sqrt()`.
 

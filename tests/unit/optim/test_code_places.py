@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwright.optim import exact_operations
 from shardwright.optim.code_places import find_codes
 from shardwright.optim.quantised_update import build_places, build_tables
 
@@ -31,8 +32,29 @@ def test_codes_are_torchaos_at_every_threshold(kind: str) -> None:
     bits = middles.view(torch.int32)
     around = torch.cat([(bits + step).view(torch.float32) for step in range(-64, 65)])
     edges = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, -1e-38])
-    values = torch.cat([table, around, edges, draw(smallest)]).clamp(-1.0, 1.0)
+    values = torch.cat([table, around, edges, draw(smallest)]).clamp(smallest, 1.0)
     expected = torchao.quantize_8bit_with_qmap(values, table)
     assert torch.equal(find_codes(values, places), expected)
     num_changes = expected[len(table) : len(table) + len(around)].view(129, 255).diff(dim=0) != 0
     assert int(num_changes.sum()) == 255  # `around` has every threshold with its neighbours
+
+
+def test_quotients_of_blocks_are_the_nearest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of fp32 numbers are exact in fp64, and so are the remainders of a division."""
+    monkeypatch.setattr(
+        exact_operations,
+        "multiply_add",
+        lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+    )
+    largest = torch.finfo(torch.float32).max
+    exponents = torch.linspace(-12, 38, 2000, dtype=torch.float64)
+    noise = torch.rand(2000, generator=torch.Generator().manual_seed(4)) + 0.5
+    scales = (10.0**exponents * noise).clamp(1e-12, largest).float()
+    scales = torch.cat([scales, torch.tensor([largest, torch.inf])])
+    fractions = draw(-1.0)[:: 600_000 // 499]
+    values = fractions * scales.clamp(max=largest)[:, None]
+    found = exact_operations.divide_blocks(values, scales)
+    expected = values / scales[:, None]
+    is_small = expected.abs() < 2.0**-30
+    assert torch.equal(found[~is_small], expected[~is_small])
+    assert float(found[is_small].abs().max()) < 2.0**-29
