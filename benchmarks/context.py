@@ -37,7 +37,8 @@ from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.context import ring_attention, ulysses
 from shardwright.plans import BatchPlan, build_plan
-from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.training.metrics.step_times import StepTimes
+from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
 
 LAYOUTS = {

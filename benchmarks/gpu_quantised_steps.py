@@ -223,9 +223,10 @@ def _build_step(
         make_batch(torch.randint(0, config["vocab_size"], (rows, tokens), generator=generator))
         for _ in range(num_micro_batches)
     ]
-    model, optimizer = state.model, state.optimizer
-    update = partial(update_parameters, model, optimizer, learning_rate=1e-5, max_grad_norm=1.0)
-    return partial(accumulate_gradients, model, batches, seed=0, step=0), update
+    update = partial(
+        update_parameters, state.model, state.optimizer, learning_rate=1e-5, max_grad_norm=1.0
+    )
+    return partial(accumulate_gradients, state.model, batches, seed=0, step=0), update
 
 
 def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -51,7 +51,8 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.schedule import Action, load_schedule, simulate
-from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.training.metrics.step_times import StepTimes
+from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"

@@ -43,8 +43,9 @@ from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.telemetry.meter import measure_throughput
 from shardwright.training.metrics.profiling import StepProfiler
 from shardwright.training.metrics.rank_metrics import RankMetrics, RankStepTimes
+from shardwright.training.metrics.step_times import StepTimes
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.training.training_state import TrainingState
 from shardwright.verification.rank_pool import RankPool
 

@@ -26,7 +26,8 @@ from shardwright.optim import build_optimizer
 from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.parallel import ParallelModel
 from shardwright.plans import BatchPlan
-from shardwright.training.step import StepTimes, accumulate_gradients, update_parameters
+from shardwright.training.metrics.step_times import StepTimes
+from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.grid import GRID_MODELS
 from tests.multiprocess.models import LLAMA, build_model
 from tests.multiprocess.pool import RankPool

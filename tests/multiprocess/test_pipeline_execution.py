@@ -31,7 +31,8 @@ from shardwright.schedule import (
     check_schedule,
     write_schedule,
 )
-from shardwright.training.step import StepTimes, accumulate_gradients
+from shardwright.training.metrics.step_times import StepTimes
+from shardwright.training.step import accumulate_gradients
 from shardwright.verification.cases import VerificationCase
 from tests.multiprocess.models import LLAMA, build_model
 from tests.multiprocess.pool import RankPool

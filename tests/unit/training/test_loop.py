@@ -30,8 +30,8 @@ from shardwright.telemetry.event_log import (
 from shardwright.training import checkpointing, step_policy
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.loop import TrainingLoop
+from shardwright.training.metrics.step_times import StepTimes
 from shardwright.training.run import train
-from shardwright.training.step import StepTimes
 from tests.unit.training.finished import ALPHABET, CONFIG
 
 

@@ -23,8 +23,8 @@ from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
 from shardwright.training.metrics.profiling import StepProfiler
+from shardwright.training.metrics.step_times import StepTimes
 from shardwright.training.rank_sync import RankSync
-from shardwright.training.step import StepTimes
 from shardwright.training.training_state import TrainingState
 
 RANKS_PER_EVENT = 8
