@@ -314,7 +314,7 @@ class Decoder(nn.Module):
                 input_ids_BT.shape[1], document_ids_BT, host_document_ids_BT
             )
         if self.working_weights is not None:
-            self.working_weights.update()
+            self.working_weights.cast()
         num_tokens = input_ids_BT.shape[1]
         if positions_BT is None:
             positions_BT = build_default_positions(
@@ -358,6 +358,8 @@ class Decoder(nn.Module):
             x_BTD = context.dropout.select_local_tokens(tensor).add_noise(x_BTD, self.noise_size)
         for block in self.blocks:
             if stage is None or block.layer_index in stage.layers:
+                if self.working_weights is not None:
+                    self.working_weights.quantise(block)
                 x_BTD = block(x_BTD, context)
         if cache is not None:
             cache.num_tokens += num_tokens

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.architecture import ExpertShape
+from shardwright.architecture import ExpertShape, read_config
+from shardwright.model.decoder import Decoder
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
@@ -21,6 +23,7 @@ from shardwright.model.products.working_operands import (
 )
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics.function_compiler import compile_function
+from tests.reference import cases
 
 CASES = [
     (name, is_transposed, has_experts)
@@ -123,6 +126,35 @@ def test_codes_are_counted_where_they_are_written() -> None:
     totals.is_counting = True
     WorkingWeights(layer, torch.bfloat16).update()
     assert totals.pop_table(layer.weight.device)[0, 3] == 2 * layer.weight.numel()
+
+
+def test_codes_are_written_before_their_block() -> None:
+    decoder = Decoder(
+        read_config(cases.CASES["llama"] | {"num_hidden_layers": 2}), compute_dtype=torch.bfloat16
+    )
+    events: list[str] = []
+    layers = [
+        each for block in decoder.blocks for each in block.modules() if isinstance(each, Linear)
+    ]
+    for layer in layers:
+        layer.scaled = ScaledProducts(PRODUCT_SCALINGS["tensorwise"])
+    for block in decoder.blocks:
+        block.register_forward_pre_hook(lambda *_: events.append("block"))
+
+    def fill(*arguments: Any) -> None:
+        events.append("codes")
+        fill_operands(*arguments)
+
+    decoder.working_weights = WorkingWeights(decoder, torch.bfloat16, fill)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    decoder(tokens)
+    codes_of_block = ["codes"] * (len(layers) // 2)
+    assert events == [*codes_of_block, "block"] * 2
+    decoder(tokens)
+    assert events[-3:] == ["block"] * 3, "written once"
+    decoder.working_weights.mark_changed(list(decoder.blocks[1].parameters()))
+    decoder(tokens)
+    assert events[-2 - len(codes_of_block) :] == ["block", *codes_of_block, "block"]
 
 
 @pytest.mark.long  # compiles C++

@@ -10,7 +10,8 @@ an update that overlaps with the pass. torch counts in-place changes, but not th
 optimizers, so an update calls `mark_changed`. An update that writes the copy too calls
 `mark_current` afterwards.
 
-A weight that multiplies quantised operands has its codes instead (`working_operands`).
+A weight that multiplies quantised operands has its codes instead (`working_operands`), which are
+written just before the forward pass of its block.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class WorkingWeights:
         ]
         self._fill = fill or fill_operands
         self._copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {}
+        self._copies_of_block: dict[nn.Module, list[WorkingWeight | _QuantisedWeight]] = {}
         for module, name in slots:
             parameter = module.get_parameter(name)
             if not parameter.is_floating_point() or parameter.dtype == dtype:
@@ -183,24 +185,32 @@ class WorkingWeights:
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Cast those of the parameters (default: all) that have changed, in one call; quantise
-        those that multiply quantised operands."""
-        stale = []
-        for copy in self._select(parameters):
-            if copy.is_current:
-                continue
-            if isinstance(copy, _QuantisedWeight):
+        """Cast or quantise those of the parameters (default: all) that have changed."""
+        copies = self._select(parameters)
+        _cast(copies)
+        self._quantise(copies)
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast the parameters that have changed, in one call, without quantised ones."""
+        _cast(self._copies.values())
+
+    @torch.no_grad()
+    def quantise(self, block: nn.Module) -> None:
+        """Quantise the weights of a block that have changed.
+
+        A call launches several kernels for each weight. Before its block, and not with those of all
+        blocks, the device computes other blocks meanwhile.
+        """
+        if block not in self._copies_of_block:
+            self._copies_of_block[block] = self._select(block.parameters())
+        self._quantise(self._copies_of_block[block])
+
+    def _quantise(self, copies: Iterable[WorkingWeight | _QuantisedWeight]) -> None:
+        for copy in copies:
+            if isinstance(copy, _QuantisedWeight) and not copy.is_current:
                 copy.products.fill_working(copy.matrix, self._fill)
                 copy.mark_current()
-            else:
-                stale.append(copy)
-        if not stale:
-            return
-        torch._foreach_copy_(
-            [weight.tensor for weight in stale], [weight.master for weight in stale]
-        )
-        for weight in stale:
-            weight.mark_current()
 
     def _select(
         self, parameters: Iterable[Tensor] | None
@@ -208,6 +218,16 @@ class WorkingWeights:
         if parameters is None:
             return list(self._copies.values())
         return [self._copies[each] for each in parameters if each in self._copies]
+
+
+def _cast(copies: Iterable[WorkingWeight | _QuantisedWeight]) -> None:
+    """Cast the parameters that have changed, in one call."""
+    stale = [copy for copy in copies if isinstance(copy, WorkingWeight) and not copy.is_current]
+    if not stale:
+        return
+    torch._foreach_copy_([copy.tensor for copy in stale], [copy.master for copy in stale])
+    for copy in stale:
+        copy.mark_current()
 
 
 def declare_working_weight(module: nn.Module, *names: str) -> None:
