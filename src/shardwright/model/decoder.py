@@ -324,14 +324,13 @@ class Decoder(nn.Module):
         is_first_stage = hidden_BTD is None
         tensor = self._get_tensor_parallel(cached=cache is not None)
         shared_rows = self.parallel_hooks.context
-        if hidden_BTD is None:
+        x_BTD = hidden_BTD
+        if x_BTD is None:
             x_BTD = self.embed(
                 _select_tokens(input_ids_BT, token_indices_T),
                 _select_tokens(positions_BT, token_indices_T),
                 tensor,
             )
-        else:
-            x_BTD = hidden_BTD
         is_random = has_dropout(self.shape) or self.noise_size > 0.0
         context = build_forward_context(
             self.shape,

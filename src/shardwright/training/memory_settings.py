@@ -141,7 +141,7 @@ def choose_read_ahead(validated_run: ValidatedRun, free_bytes: float) -> Validat
         return _take_read_ahead(validated_run, 0)
     without = predict_training_memory(validated_run)
     whole = predict_training_memory(_take_read_ahead(validated_run, _ALL_BYTES))
-    spare_bytes = max(0.0, _USED_SHARE * free_bytes - without.total)
+    spare_bytes = max(0.0, USED_SHARE * free_bytes - without.total)
     share = min(0.5, spare_bytes / max(1.0, whole.total - without.total))
     num_buffers = int(share * (whole.optimizer - without.optimizer) // section.buffer_bytes)
     ahead_bytes = num_buffers * section.buffer_bytes
