@@ -23,8 +23,8 @@ _PAUSE_SECONDS = 0.005
 
 
 def count_resident_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes on this rank between steps: weights, optimizer states and DDP's buckets,
-    which hold the gradients.
+    """Return the bytes on this rank between steps: weights and their copies in the compute
+    precision, optimizer states and DDP's buckets, which hold the gradients.
     """
     parameters = [parameter for _, parameter in model.named_parameters()]
     states = [
@@ -34,7 +34,9 @@ def count_resident_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer)
         if isinstance(value, Tensor)
     ]
     buckets = parameters if model.module is not model.decoder else []
-    return _sum_bytes(parameters) + _sum_bytes(states) + _sum_bytes(buckets)
+    weights = model.decoder.working_weights
+    copies = [] if weights is None else weights.copies
+    return sum(map(_sum_bytes, (parameters, copies, states, buckets)))
 
 
 def measure_allocated_bytes(

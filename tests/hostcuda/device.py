@@ -24,19 +24,6 @@ _loaded: list[ctypes.CDLL] = []
 _registrations: list[Any] = []
 
 
-SERVED = [
-    "tests.hostcuda.activate",
-    "pytest",
-    "torch._dynamo.backends.debugging",
-    "transformers",
-    "shardwright.rehearsal.rank_rehearsal",
-    "tests.hostcuda.ranks",
-    "tests.hostcuda.whole_runs",
-    "tests.multiprocess.frozen_imports",
-]
-"""Modules that multiprocessing's fork server imports, for all its processes."""
-
-
 def is_active() -> bool:
     """Return True if this process has the device."""
     return bool(_loaded)
@@ -55,7 +42,7 @@ def activate() -> None:
 
     _registrations.append(cuda_kernels.register())
     torch_cuda.install(library)
-    multiprocessing.set_forkserver_preload(SERVED)
+    multiprocessing.set_forkserver_preload(["tests.hostcuda.activate"])
 
 
 def get_library() -> ctypes.CDLL:

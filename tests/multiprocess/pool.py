@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwright.verification import rank_pool
 from shardwright.verification.compiled_code import let_compiler_trace_groups
 from shardwright.verification.local_group import BACKEND
 from shardwright.verification.rank_pool import RankPool
@@ -18,18 +17,6 @@ from shardwright.verification.reference import write_reference
 __all__ = ["RankPool", "SharedReferencePool"]
 
 let_compiler_trace_groups()
-# Imported by the server once, instead of by every rank: tests and compilers need them. At last the
-# server excludes all imports from the collections of its forks.
-rank_pool._PRELOADED += [
-    "pytest",
-    "hypothesis",
-    "torch._dynamo.testing",
-    "torch._inductor.compile_fx",
-    "torchao",
-    "transformers",
-    "tests.multiprocess.models",
-    "tests.multiprocess.frozen_imports",
-]
 
 
 class SharedReferencePool(RankPool):

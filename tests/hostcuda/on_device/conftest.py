@@ -8,13 +8,12 @@ from multiprocessing import forkserver
 import pytest
 
 from shardwright.verification.rank_pool import RankPool
-from tests.hostcuda.device import SERVED
 
 
 @pytest.fixture(scope="session")
 def device_ranks() -> Iterator[RankPool]:
     """Return a pool whose ranks have the device; their collectives run on gloo."""
-    forkserver.set_forkserver_preload(SERVED)
+    forkserver.set_forkserver_preload(["tests.hostcuda.activate", "tests.hostcuda.whole_runs"])
     forkserver.ensure_running()  # before the pool sets its own imports
     with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
         yield pool
