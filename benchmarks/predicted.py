@@ -25,7 +25,7 @@ from shardwright.planner import Candidate, predict
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import describe_adapters
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.time.update_time import has_one_pass_update
+from shardwright.planner.time.update_time import saves_casts
 
 if TYPE_CHECKING:
     from shardwright.doctor.examination import ExaminationRequest
@@ -139,12 +139,8 @@ def resolve_memory_settings(
             candidate = changed
             break
     copied = replace(candidate, working_weights=True)
-    saves_casts = (
-        candidate.recompute != "none"
-        or candidate.gradient_accumulation_steps > 1
-        or has_one_pass_update(candidate, "gpu")
-    )
-    return copied if copied.has_working_weights and saves_casts and fits(copied) else candidate
+    is_copied = copied.has_working_weights and saves_casts(candidate, "gpu") and fits(copied)
+    return copied if is_copied else candidate
 
 
 def predict_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:

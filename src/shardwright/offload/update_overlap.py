@@ -130,9 +130,8 @@ class StreamedUpdate(UpdateOverlap):
     """Update on a stream of its own; the host waits for nothing.
 
     [Note: launches ahead] The host launches the first unit's update at once, and that of each
-    further unit before the forward pass of the unit before it. A whole update at once would fill
-    the queues of the device: the host then waits to launch more, and the copy of the next batch
-    waits behind all moments.
+    further unit before the forward pass of the unit before it. If it launched a whole update at
+    once, the device would have no forward pass to run meanwhile.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 
 from shardwright.architecture import HFShape
 from shardwright.planner.problem import build_plan_candidate
-from shardwright.planner.time.update_time import has_one_pass_update
+from shardwright.planner.time.update_time import saves_casts
 from shardwright.planner.update_place import choose_update_place
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.metrics.run_prediction import predict_training_memory
@@ -95,11 +95,7 @@ def _take_chunk(validated_run: ValidatedRun, chunk_tokens: int, reason: str) -> 
 
 
 def choose_working_weights(validated_run: ValidatedRun, free_bytes: float) -> ValidatedRun:
-    """Return the run with working weights if `auto` makes none yet, they save casts and fit.
-
-    One micro-batch without recomputation casts each weight once, as copies do; so copies save
-    time there only if the update writes them in its own pass.
-    """
+    """Return the run with working weights if `auto` makes none yet, they save casts and fit."""
     plan = validated_run.plan
     recipe = validated_run.recipe
     if recipe.working_weights != "auto" or plan.has_working_weights:
@@ -110,9 +106,8 @@ def choose_working_weights(validated_run: ValidatedRun, free_bytes: float) -> Va
         plan=replace(plan, precision=precision),
         recipe=recipe.model_copy(update={"precision": precision}),
     )
-    is_cast_again = plan.recompute != "none" or plan.batch.gradient_accumulation_steps > 1
-    saves_casts = is_cast_again or has_one_pass_update(build_plan_candidate(recipe, plan), "gpu")
-    if not copied.plan.has_working_weights or not saves_casts:
+    candidate = build_plan_candidate(recipe, plan)
+    if not copied.plan.has_working_weights or not saves_casts(candidate, "gpu"):
         return validated_run
     needed = predict_training_memory(copied).total
     has_memory = needed <= USED_SHARE * free_bytes

@@ -37,3 +37,13 @@ def has_one_pass_update(candidate: Candidate, device_kind: AcceleratorKind) -> b
     setting = candidate.compile_functions
     is_compiled = device_kind != "cpu" if setting == "auto" else setting
     return is_compiled and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass
+
+
+def saves_casts(candidate: Candidate, device_kind: AcceleratorKind) -> bool:
+    """Return True if working weights save casts of a step, or bytes of them.
+
+    One micro-batch without recomputation casts each weight once, as copies do; so copies save time
+    there only if the update writes them in its own pass.
+    """
+    is_cast_again = candidate.recompute != "none" or candidate.gradient_accumulation_steps > 1
+    return is_cast_again or has_one_pass_update(candidate, device_kind)
