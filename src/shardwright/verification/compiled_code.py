@@ -52,8 +52,8 @@ def choose_compiled_code(
     derivatives and their communication are the run's.
 
     Raises:
-        RecipeError: the recipe compiles, and torch.compile cannot compile for this CPU, or the
-            model does not call the functions.
+        RecipeError: the recipe compiles, and torch.compile cannot compile for this CPU or blocks of
+            transformers' own class, or the model does not call the functions.
     """
     has_cuda = recipe.run.device != "cpu" and torch.cuda.is_available()
     auto = choose_compilation(torch.device("cuda") if has_cuda else _CPU)
@@ -63,6 +63,14 @@ def choose_compiled_code(
     if isinstance(shape, HFShape):
         auto = CompileChoice(False, f"the model runs through transformers' {shape.class_name}")
     setting = recipe.model.compile
+    if isinstance(shape, HFShape) and setting is True:
+        raise RecipeError(
+            f"blocks of transformers' {shape.class_name} are not compiled",
+            field="model.compile",
+            got="true",
+            allowed="auto, false",
+            remedy="Remove the key",
+        )
     is_compiled = auto.is_compiled if setting == "auto" else setting
     pointwise = choose_pointwise(
         recipe.model.fused_pointwise,

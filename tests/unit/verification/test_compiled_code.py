@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.multiprocess.models import LLAMA, build_recipe
+from tests.unit.model.hf_models import HF_CONFIGS
 
 from shardwright.architecture import read_config
+from shardwright.config.model import ModelSection
 from shardwright.errors import RecipeError
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.placement.compilation import CompileChoice
 from shardwright.verification import compiled_code
 from shardwright.verification.cases import VERIFICATION_DTYPES
@@ -83,6 +86,15 @@ def test_a_missing_compiler_is_an_error_if_the_recipe_names_compilation(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(compiled_code, "choose_compilation", lambda _device: CUDA_COMPILES)
     assert str(choose()).startswith("blocks compiled: no (auto: no compiler")
+
+
+def test_blocks_of_transformers_classes_are_refused_before_ranks_start() -> None:
+    config = HF_CONFIGS["opt"]
+    shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
+    recipe = build_recipe(config, model={"compile": True})
+    with pytest.raises(RecipeError, match="OPTForCausalLM are not compiled") as caught:
+        choose_compiled_code(recipe, shape, VERIFICATION_DTYPES)
+    assert caught.value.field == "model.compile"
 
 
 def test_blocks_that_were_not_compiled_fail() -> None:
