@@ -288,9 +288,9 @@ def compile_cases(
     cases: list[GpuCase], contenders: list[str], arguments: argparse.Namespace
 ) -> bool:
     """Fill the compiler's caches with the cases' kernels; return False if a contender failed."""
-    code = "import torch; print(torch.cuda.get_device_name())"
-    name = ""
+    name = "CPU"
     if arguments.device == "cuda":
+        code = "import torch; print(torch.cuda.get_device_name())"
         command = [sys.executable, "-c", code]
         name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     has_passed = True

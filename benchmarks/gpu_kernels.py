@@ -14,8 +14,8 @@ def summarise_kernels(recorded: Any, device: torch.device) -> list[dict[str, Any
         {"name": event.key, "calls": event.count, "seconds": getattr(event, name) / 1e6}
         for event in recorded.key_averages()
         # An annotation spans the kernels in it, and is no kernel.
-        if device.type == "cpu"
-        or (str(event.device_type).endswith("CUDA") and not event.is_user_annotation)
+        if not event.is_user_annotation
+        and (device.type == "cpu" or str(event.device_type).endswith("CUDA"))
     ]
     return sorted((row for row in rows if row["seconds"]), key=lambda row: -row["seconds"])
 

@@ -82,7 +82,7 @@ class TraceSummary:
     """Summary of the time from the first kernel of a trace to the end of the last one."""
 
     has_device: bool
-    """False for a trace of a CPU, where operators without operators in them stand for kernels."""
+    """False for a trace of a CPU: operators that are no wrappers of others stand for kernels."""
     seconds: float
     busy_seconds: float
     phases: tuple[PhaseTime, ...]
@@ -266,17 +266,30 @@ def _list_kernels(
         num_bytes = arguments.get("bytes")
         yield _Kernel(start, start + event["dur"], kind, phase, num_bytes, launch, thread)
     for thread, own in () if work else threads.items():
-        for span in _list_innermost(own):
+        for span in _list_operators(own):
             phase = find_phase(span.start, thread)
             kind = phase if phase in ("gradient norm", "update") else classify_kernel(span.name)
             yield _Kernel(span.start, span.end, kind, phase, None, None, thread)
 
 
-def _list_innermost(spans: Sequence[_Span]) -> Iterable[_Span]:
-    """Yield the operators without others in them; ranges are no operators."""
-    operators = [span for span in spans if not span.name.startswith(RANGE_PREFIX)]
+def _list_operators(spans: Sequence[_Span]) -> Iterable[_Span]:
+    """Yield the outermost operators that spend at least half of their time in no other one.
+
+    The others are wrappers. Ranges are no operators.
+    """
+    operators = [span for span in spans if not _is_range(span)]
+    inner = [0.0] * len(operators)
+    parents: list[int] = []
     for place, span in enumerate(operators):
-        if place + 1 == len(operators) or operators[place + 1].start >= span.end:
+        while parents and operators[parents[-1]].end <= span.start:
+            parents.pop()
+        if parents:
+            inner[parents[-1]] += span.end - span.start
+        parents.append(place)
+    end = float("-inf")
+    for span, inner_time in zip(operators, inner, strict=True):
+        if span.start >= end and inner_time <= (span.end - span.start) / 2:
+            end = span.end
             yield span
 
 

@@ -307,9 +307,8 @@ def update_parameters(
         norm = _compute_norm(model, loss_scale)
         if isinstance(optimizer, UpdateByPiece):
             _pass_on(model, optimizer)
-            if not isinstance(
-                optimizer, OffloadedOptimizer
-            ):  # its last update may still be running
+            # The last update of an offloaded optimizer may still be running.
+            if not isinstance(optimizer, OffloadedOptimizer):
                 set_learning_rate(optimizer, learning_rate)
                 optimizer.prepare_step()  # while the device computes the gradients
         read_values: list[list[float]] = []
