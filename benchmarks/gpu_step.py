@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ def build_training_state(
     """
     recipe = build_recipe(case)
     changes = {"gradient_accumulation_steps": num_micro_batches}
-    update = {"training": recipe.training.model_copy(update=changes)}
+    update: dict[str, Any] = {"training": recipe.training.model_copy(update=changes)}
     if precision is not None:
         update |= {"precision": precision}
     if offload is not None:
