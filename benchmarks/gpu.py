@@ -9,7 +9,7 @@
 `make gpu` (`benchmarks.gpu_parts`) runs it case by case.
 
 It uses the Python that runs it and downloads nothing; missing packages are named and skipped.
-Contenders of a case run in turn (A B A B), each visit in a new process with its own time limit.
+Contenders of a case run in turn (A B A B), alive together where the memory allows it.
 Results go to <out>/one-gpu.json and .md after every case (<out>: $OUT, else build/gpu), so that an
 interrupted run or a failing case keeps the others. The planner's prediction is added to our rows:
 time, allocated and reserved bytes.
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.conditions import read_conditions
 from benchmarks.gpu_case import CaseDoesNotFitError, GpuCase
 from benchmarks.gpu_figures import check_first_losses, print_case, summarise
-from benchmarks.launch import Ranks, RanksFailed
+from benchmarks.gpu_turns import Rounds, Visits, visit_in_turn
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.table import write_page
 
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from shardwright.hardware import Cluster
 
 SCHEMA_VERSION = 2
-COUNTED_STEPS = 4
-"""Steps after the timed ones in which waits of the host are counted."""
 _OURS = ("pydantic", "yaml", "numpy", "safetensors", "psutil", "rich", "tokenizers")
 NEEDS = {
     "shardwright": _OURS,
@@ -96,6 +95,8 @@ def main() -> int:
     contenders, skipped = find_contenders(arguments.contender)
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}", flush=True)
+    if arguments.compile_only:
+        return int(not compile_cases(cases, contenders, arguments))
     failed = not arguments.no_tests and not run_tests(arguments.device, arguments.tests, skipped)
     if arguments.tests_only:
         return int(failed)
@@ -144,6 +145,11 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         metavar="EXPRESSION",
         help="run only the tests of tests/gpu that pytest -k EXPRESSION selects",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="two steps of one layer (two, if layers alternate): fill the compiler's caches",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
@@ -246,10 +252,7 @@ def measure_cases(
     cluster = find_cluster(result["device"]["name"], contenders)
     for number, case in enumerate(cases):
         try:
-            if case.shape.settings:
-                from benchmarks.gpu_fit import fit_case
-
-                case = fit_case(case, cluster, arguments.device, arguments.precision)
+            case = fit(case, cluster, arguments)
             ceiling = (
                 measure_ceiling(arguments.device, arguments.precision)
                 if number
@@ -281,6 +284,46 @@ def measure_cases(
     return failed
 
 
+def compile_cases(
+    cases: list[GpuCase], contenders: list[str], arguments: argparse.Namespace
+) -> bool:
+    """Fill the compiler's caches with the cases' kernels; return False if a contender failed."""
+    name = "CPU"
+    if arguments.device == "cuda":
+        code = "import torch; print(torch.cuda.get_device_name())"
+        command = [sys.executable, "-c", code]
+        name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    has_passed = True
+    for case in cases:
+        fitted = fit(case, find_cluster(name, contenders), arguments)
+        has_two_kinds = "sliding_window" in case.shape.config
+        small = replace(fitted, num_layers=2 if has_two_kinds else 1)
+        visits = visit(small, select_contenders(case, contenders, {}), arguments, Rounds(1, 1, 1))
+        has_passed &= not visits.failures
+    return has_passed
+
+
+def fit(case: GpuCase, cluster: Cluster | None, arguments: argparse.Namespace) -> GpuCase:
+    """Return the case with settings that fit the device, if the case leaves them open."""
+    if not case.shape.settings:
+        return case
+    from benchmarks.gpu_fit import fit_case
+
+    return fit_case(case, cluster, arguments.device, arguments.precision)
+
+
+def visit(
+    case: GpuCase, contenders: list[str], arguments: argparse.Namespace, rounds: Rounds
+) -> Visits:
+    """Run the contenders of a case in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(case.config))
+        fixed = (folder, arguments.device, arguments.precision)
+        cases = {name: case.build_case(name, *fixed) for name in contenders}
+        logs = arguments.out / "logs" / case.name
+        return visit_in_turn(cases, logs, rounds, arguments.time_limit)
+
+
 def select_contenders(case: GpuCase, contenders: list[str], skipped: dict[str, str]) -> list[str]:
     """Return the contenders that can run a case; the others of adapters need peft."""
     reason = name_missing(("peft",)) if case.shape.lora_rank is not None else ""
@@ -308,45 +351,22 @@ def measure(
     ceiling: float,
     cluster: Cluster | None = None,
 ) -> dict[str, Any]:
-    """Visit the contenders in turn, `rounds` times, and add the prediction to our row. A failure is
+    """Time the contenders in turn, `rounds` times, and add the prediction to our row. A failure is
     a row and does not end the case.
 
     Args:
         ceiling: FLOP/s of matrix products on the device, measured just before.
     """
-    visits: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
-    failures: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(case.config))
-        flops_per_token = case.count_flops_per_token()
-        for _ in range(arguments.rounds):
-            for contender in contenders:
-                if contender in failures:
-                    continue
-                logs = arguments.out / "logs" / case.name
-                ranks = Ranks(
-                    case.build_case(contender, folder, arguments.device, arguments.precision),
-                    logs,
-                    time_limit_seconds=arguments.time_limit,
-                    threads_per_rank=None,
-                )
-                try:
-                    visits[contender].append(visit(ranks, arguments))
-                except RanksFailed as error:
-                    text = str(error)
-                    failures[contender] = (
-                        "out of memory"
-                        if "OutOfMemoryError" in text
-                        else f"failed: {text.splitlines()[-1]}"
-                    )
-                    print(text, file=sys.stderr, flush=True)
-    rows: dict[str, dict[str, Any]] = {}
+    flops_per_token = case.count_flops_per_token()
+    rounds = Rounds(arguments.rounds, arguments.warmup, arguments.steps)
+    visits = visit(case, contenders, arguments, rounds)
     tokens = case.micro_batch_size * case.sequence_length * arguments.steps
-    for contender, replies in visits.items():
-        if contender in failures:
-            rows[contender] = {"failed": failures[contender]}
-        else:
-            rows[contender] = summarise(replies, tokens, flops_per_token, ceiling)
+    rows: dict[str, dict[str, Any]] = {
+        name: {"failed": visits.failures[name]}
+        if name in visits.failures
+        else summarise(replies, tokens, flops_per_token, ceiling)
+        for name, replies in visits.replies.items()
+    }
     check_first_losses(case.name, rows)
     if cluster is not None and "tokens_per_second" in rows.get("shardwright", {}):
         from benchmarks.predicted import predict_row
@@ -355,26 +375,12 @@ def measure(
         rows["shardwright"]["predicted"] = predict_row(ours, cluster, case.config)
     return case.describe() | {
         "rounds": arguments.rounds,
+        "are_alive_together": visits.are_alive_together,
         "steps": arguments.steps,
         "warmup_steps": arguments.warmup,
         "flops_per_token": flops_per_token,
         "matmul_flops_per_second": ceiling,
         "contenders": rows,
-    }
-
-
-def visit(ranks: Ranks, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start one contender, warm it up, time it, end it."""
-    with ranks:
-        ranks.wait_ready()
-        (warm,) = ranks.run_block(arguments.warmup)
-        (timed,) = ranks.run_block(arguments.steps)
-        (counted,) = ranks.run_block(COUNTED_STEPS, "waits")
-    num_waits = counted["num_waits"]
-    return timed | {
-        "losses": warm["losses"] + timed["losses"],
-        "warmup_seconds": warm["seconds"],
-        "host_waits": None if num_waits is None else num_waits / COUNTED_STEPS,
     }
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_log import record_attention
-from benchmarks.gpu_profile import wait
+from benchmarks.gpu_kernels import wait
 from shardwright.architecture import read_config
 from shardwright.config.model import AttentionSetting
 from shardwright.config.training import PrecisionSection

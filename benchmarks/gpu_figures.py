@@ -38,6 +38,8 @@ def summarise(
         "attention": replies[-1]["attention"],
         "host_waits": replies[-1]["host_waits"],
         "warmup_seconds": replies[0]["warmup_seconds"],
+        "start_seconds": replies[0]["start_seconds"],
+        "compiled_graphs": replies[0]["compiled_graphs"],
         "first_loss": replies[0]["losses"][0],
         "last_loss": replies[0]["losses"][-1],
     }

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu_profile import wait
+from benchmarks.gpu_kernels import wait
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import RecipeError
 from shardwright.layout import ParameterBox, ParameterLayout

@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,9 +31,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_kernels import wait
 from benchmarks.gpu_model import build_model, make_batch
-from benchmarks.gpu_profile import wait
-from benchmarks.gpu_quantised_steps import SIZES, Sizes, choose_precision, time_steps
+from benchmarks.gpu_quantised_steps import SIZES, Sizes, time_steps
+from benchmarks.gpu_step import choose_precision
 from shardwright.config.low_precision import (
     LowPrecisionRecipe,
     select_fast_products,
@@ -201,6 +202,57 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
+def _list_comparisons(
+    usable: Sequence[LowPrecisionRecipe], sizes: Sizes, shape_name: str, device: torch.device
+) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """List the sections, names and functions of everything but compiled steps."""
+    recipes = (None, *usable)
+    time = partial(time_steps, sizes=sizes, name=shape_name, device=device, is_compiled=False)
+    train = partial(train_curve, sizes=sizes, device=device)
+    seeds = range(sizes.curve_seeds)
+    return [
+        *(("kernels", each, partial(compare_kernels, each, sizes, device)) for each in usable),
+        *(("steps", each or "bf16", partial(time, each)) for each in recipes),
+        *(("curves", f"bf16, seed {seed}", partial(train, None, seed=seed)) for seed in seeds),
+        *(("curves", each, partial(train, each, seed=0)) for each in usable),
+    ]
+
+
+def _list_compiled_steps(
+    usable: Sequence[LowPrecisionRecipe],
+    sizes: Sizes,
+    shape_name: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
+) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """List compiled steps of some or, with `all_layers`, all layers; the latter are not compiled on
+    a CPU, where that takes long. All steps of all layers have the same graphs.
+    """
+    is_compiled = device.type == "cuda"
+    if not is_compiled and not arguments.all_layers:
+        return []
+    kind = ", compiled" if is_compiled else ""
+    suffixes = (ALL_LAYERS, ACCUMULATED) if arguments.all_layers else ("",)
+    return [
+        (
+            "steps",
+            f"{recipe or 'bf16'}{kind}{suffix}",
+            partial(
+                time_steps,
+                recipe,
+                sizes,
+                shape_name,
+                device,
+                is_compiled,
+                bool(suffix),
+                _NUM_MICRO_BATCHES if suffix == ACCUMULATED else 1,
+            ),
+        )
+        for suffix in suffixes[: 1 if arguments.compile_only else None]
+        for recipe in (None, *usable)
+    ]
+
+
 def main() -> None:
     """Compare everything, and write the result after each comparison."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -214,10 +266,22 @@ def main() -> None:
         metavar="PATTERN",
         help="comparisons to make, as 'steps/rowwise*' or 'curves/*'; repeatable",
     )
+    parser.add_argument(
+        "--all-layers",
+        action="store_true",
+        help="steps of all layers, and nothing else; without it everything else",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="one layer and one step of the compiled steps: fill the compiler's caches",
+    )
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     name: str = arguments.sizes
     sizes = SIZES[name]
+    if arguments.compile_only:
+        sizes = replace(sizes, layers=1, all_layers=1, timed_steps=1)
     target: Path = arguments.result
     patterns = arguments.only or ["*"]
     obstacles = {recipe: find_obstacle(recipe, device) for recipe in RECIPE_NAMES}
@@ -242,22 +306,12 @@ def main() -> None:
         result[section][key] = attempt(work)
         target.write_text(json.dumps(result, indent=1) + "\n")
 
-    for recipe in usable:
-        record("kernels", recipe, partial(compare_kernels, recipe, sizes, device))
-    for recipe in (None, *usable):
-        work = partial(time_steps, recipe, sizes, shape_name, device, False)
-        record("steps", recipe or "bf16", work)
-    for seed in range(sizes.curve_seeds):
-        record("curves", f"bf16, seed {seed}", partial(train_curve, None, sizes, device, seed))
-    for recipe in usable:
-        record("curves", recipe, partial(train_curve, recipe, sizes, device, 0))
-    for recipe in (None, *usable) if device.type == "cuda" else ():  # compilation takes long
-        for suffix in ("", ALL_LAYERS, ACCUMULATED):  # one process: they have the same graphs
-            number = _NUM_MICRO_BATCHES if suffix == ACCUMULATED else 1
-            work = partial(
-                time_steps, recipe, sizes, shape_name, device, True, bool(suffix), number
-            )
-            record("steps", f"{recipe or 'bf16'}, compiled{suffix}", work)
+    comparisons: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+    if not arguments.all_layers and not arguments.compile_only:
+        comparisons = _list_comparisons(usable, sizes, shape_name, device)
+    comparisons += _list_compiled_steps(usable, sizes, shape_name, device, arguments)
+    for comparison in comparisons:
+        record(*comparison)
     distant = [
         f"{recipe} {product}: {row['distance']:.1e}"
         for recipe, products in result["kernels"].items()

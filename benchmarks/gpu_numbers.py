@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_profile import summarise_kernels
+from benchmarks.gpu_kernels import summarise_kernels
 from shardwright.architecture import read_config
 from shardwright.model.decoder import Decoder
 from shardwright.numerics.loss import chunked_cross_entropy

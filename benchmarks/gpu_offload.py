@@ -56,17 +56,12 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with one variant; return seconds of a step, peak memory, losses and transfers."""
     import torch
 
-    from benchmarks.contenders.with_shardwright import (
-        build_recipe,
-        build_validated_run,
-        draw_weights_on,
-    )
+    from benchmarks.gpu_kernels import wait
     from benchmarks.gpu_model import make_batch
-    from benchmarks.gpu_profile import wait
+    from benchmarks.gpu_step import build_training_state
     from shardwright.config.offload import OffloadSection
     from shardwright.doctor.rates.device_rates import time_copies
     from shardwright.offload import OffloadedOptimizer, TransferCounts
-    from shardwright.training.setup import build_state
     from shardwright.training.step import accumulate_gradients, update_parameters
 
     device = (
@@ -84,10 +79,8 @@ def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
         random_weights=True,
     )
     section = OffloadSection.model_validate(VARIANTS[arguments.variant])
-    recipe = build_recipe(case).model_copy(update={"offload": section})
     rates = {rate.kind: rate.bytes_per_second for rate in time_copies(device)}
-    with draw_weights_on(device):
-        state = build_state(build_validated_run(recipe, 1), device)
+    state = build_training_state(case, device, offload=section)
     tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length, 32)
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -10,7 +10,8 @@ from benchmarks.table import render_conditions, render_gpu
 
 PREFACE = """\
 Made by `make gpu`. Every step is a process with its own time limit; a step that failed has its
-reason in the first table. Nothing is left out: steps that have not run are named."""
+reason in the first table. Nothing is left out: steps that have not run are named. Seconds after a
+plus sign are those of processes that compiled a step's kernels before, several at once."""
 NUMBERS = """\
 A decoder of three blocks with random weights, forward and backward, against float64 on the CPU. The
 error is the norm of the difference over the norm of the exact values; the limits are 1e-4 in fp32
@@ -78,7 +79,7 @@ def render_page(content: dict[str, Any]) -> str:
         *_render_safely(_render_numbers, _find_result(steps, "numbers")),
         *_render_safely(_render_attention, _find_result(steps, "attention")),
         *_render_safely(_render_functions, _find_result(steps, "functions")),
-        *_render_safely(_render_low_precision, _find_result(steps, "low precision")),
+        *_render_safely(_render_low_precision, _join_low_precision(steps)),
         *_render_safely(_render_speed, _collect_cases(steps)),
         *(
             section
@@ -193,10 +194,28 @@ def _collect_cases(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
+def _join_low_precision(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Join the results of the comparison of recipes and of the steps of all layers."""
+    results = [
+        step["result"]
+        for step in steps
+        if step["name"].startswith("low precision") and "low_precision" in step.get("result", {})
+    ]
+    if not results:
+        return None
+    sections = ("obstacles", "kernels", "steps", "curves")
+    joined = {
+        section: {name: row for result in results for name, row in result[section].items()}
+        for section in sections
+    }
+    return results[0] | joined
+
+
 def _render_steps(steps: Iterable[dict[str, Any]]) -> str:
     rows = []
     for step in steps:
         seconds = f"{step['seconds']:.0f}" if "seconds" in step else ""
+        seconds += f" + {step['warm_seconds']:.0f}" if "warm_seconds" in step else ""
         try:
             summary = _summarise(step)
         except (*_WRONG_FORM, ElementTree.ParseError) as error:
@@ -440,6 +459,7 @@ def _choose_places(num_steps: int) -> list[int]:
 
 
 def _render_profile(step: dict[str, Any]) -> str:
+    """Render phases, kernels by kind, gaps, and the kernels with the most time."""
     result = step["result"]
     rows = [
         (
@@ -448,15 +468,15 @@ def _render_profile(step: dict[str, Any]) -> str:
             f"{kernel['seconds'] * 1e3:.2f}",
             f"{kernel['seconds'] / result['step_seconds']:.1%}",
         )
-        for kernel in result["kernels"][:15]
+        for kernel in result["kernels"][:8]
     ]
     table = _render_table(("kernel", "calls", "ms", "share of the step"), rows)
     summary = (
-        f"One optimizer step takes {result['step_seconds']:.3g} s. Its {result['num_kernels']:,} "
-        f"kernels take {result['kernel_seconds']:.3g} s; {result['idle_share']:.0%} of the step "
-        "has no kernel. The profile is of the step after it."
+        f"One optimizer step takes {result['step_seconds']:.3g} s without the profiler. The "
+        "summary is of the step after it, from its first kernel to its last."
     )
-    return f"## {step['name'].capitalize()}\n\n{summary}\n\n{table}"
+    text = f"```text\n{result['summary']['text']}```"
+    return f"## {step['name'].capitalize()}\n\n{summary}\n\n{text}\n\n{table}"
 
 
 def _render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

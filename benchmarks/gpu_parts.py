@@ -2,6 +2,8 @@
 
     make gpu                                            every part, one after another
     make gpu PART=3/10                                  one part
+    make gpu ARGS="--goals --seconds 560"               the speeds we aim at, in 560 seconds
+    make gpu ARGS="--seconds 240 --missing"             what is missing, in 240 seconds
     make gpu ARGS="--device cpu --shapes tiny"          a rehearsal without a GPU
     python -m benchmarks.gpu_parts --list               parts and their steps
 
@@ -23,151 +25,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import read_conditions
+from benchmarks.gpu_arguments import NUM_PARTS, parse_arguments
+from benchmarks.gpu_order import (
+    estimate_seconds,
+    has_current_result,
+    hash_code,
+    order_by_information,
+    read_outcomes,
+    select_fitting,
+)
 from benchmarks.gpu_packages import unpack_wheels
 from benchmarks.gpu_page import render_page
-from benchmarks.shapes import SHAPES, TINY, Shape
+from benchmarks.gpu_steps import Step, list_steps
+from benchmarks.gpu_warm import (
+    choose_num_processes,
+    compile_ahead,
+    discard_choices,
+    list_cache_variables,
+)
+from benchmarks.shapes import SHAPES, TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
-NUM_PARTS = 10
-PART_SECONDS = 520.0
-"""Time limit of a part: nine minutes less the start of a machine."""
-_MODULE = (sys.executable, "-m")
 _LAST_LINES = 6
 _KILL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One process of a part; `{out}` in its command is its own folder."""
-
-    name: str
-    part: int
-    time_limit_seconds: float
-    command: tuple[str, ...]
-    result: str
-    """File in its folder with the result."""
-
-
-def list_steps(arguments: argparse.Namespace) -> list[Step]:
-    """List the steps in the order in which they run; `--step` selects by name."""
-    shapes = SHAPES if arguments.shapes == "real" else TINY
-    steps = [*_list_checks(arguments), *_list_speeds(arguments, shapes)]
-    name, shape = next(iter(shapes.items()))
-    length, rows = next(iter(shape.micro_batch_sizes.items()))
-    config = (arguments.device, _choose_precision(arguments), "{out}/config.json")
-    command = (*_MODULE, "benchmarks.gpu_profile", *config, str(length), str(rows))
-    steps.append(
-        Step(f"profile {name}-{length}", 3, 200, (*command, "{out}/profile.json"), "profile.json")
-    )
-    command = (*_MODULE, "benchmarks.gpu_step_cost", *config, str(length), str(rows))
-    quick = ("--steps", "3", "--num-variants", "1") if arguments.quick else ()
-    result = "step-cost.json"
-    steps.append(
-        Step(f"step cost {name}-{length}", 4, 500, (*command, f"{{out}}/{result}", *quick), result)
-    )
-    command = (*_MODULE, "benchmarks.gpu_offload", *config, str(length), str(rows))
-    quick = ("--steps", "1", "--num-variants", "2") if arguments.quick else ()
-    result = "offload.json"
-    steps.append(
-        Step(f"offload {name}-{length}", 8, 300, (*command, f"{{out}}/{result}", *quick), result)
-    )
-    module = "benchmarks.gpu_low_precision"
-    command = (*_MODULE, module, arguments.device, arguments.shapes, "{out}/low-precision.json")
-    steps.append(Step("low precision", 7, 500, command, "low-precision.json"))
-    steps.sort(key=lambda step: step.part)
-    patterns = arguments.step or ["*"]
-    return [step for step in steps if any(fnmatchcase(step.name, pattern) for pattern in patterns)]
-
-
-def _list_checks(arguments: argparse.Namespace) -> list[Step]:
-    """List parts 1 and 2: the device, a run of all our code, numbers, and the tests."""
-    device = arguments.device
-    smoke = (
-        *(
-            "--device",
-            device,
-            "--shapes",
-            "tiny",
-            "--case",
-            "tiny-64",
-            "--contender",
-            "shardwright",
-        ),
-        *("--rounds", "1", "--steps", "3", "--warmup", "1", "--time-limit", "100"),
-        *("--no-tests", "--out", "{out}"),
-    )
-    tests = (
-        *(*_MODULE, "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"),
-        *("-o", "addopts=--strict-markers -ra", "-m", "gpu" if device == "cuda" else "not gpu"),
-        *("--junit-xml", "{out}/junit.xml"),
-        *(("-k", arguments.tests) if arguments.tests else ()),
-    )
-
-    def test(name: str, part: int, *modules: str) -> Step:
-        files = [f"tests/gpu/test_{module}.py" for module in modules]
-        return Step(name, part, 300, (*tests, *files), "junit.xml")
-
-    others = (
-        "experts_on_cuda",
-        "context_on_cuda",
-        "offload_on_cuda",
-        "doctor_on_cuda",
-        "layouts_on_nccl",
-        "faults_on_nccl",
-    )
-    described = (*_MODULE, "benchmarks.gpu_device", device, "{out}/device.json")
-    compared = (*_MODULE, "benchmarks.gpu_numbers", device, "{out}/numbers.json")
-    sizes = (_choose_precision(arguments), arguments.shapes)
-    attention = (*_MODULE, "benchmarks.gpu_attention", device, *sizes, "{out}/attention.json")
-    functions = (*_MODULE, "benchmarks.gpu_functions", device, sizes[1], "{out}/functions.json")
-    return [
-        Step("device", 1, 90, described, "device.json"),
-        Step("smoke", 1, 120, (*_MODULE, "benchmarks.gpu", *smoke), "one-gpu.json"),
-        Step("numbers", 1, 150, compared, "numbers.json"),
-        test("tests of numbers", 1, "numerics_on_cuda", "decoder_on_cuda"),
-        Step("attention", 2, 200, attention, "attention.json"),
-        Step("functions", 2, 150, functions, "functions.json"),
-        test("tests of training", 2, "training_on_cuda", "optimizers_on_cuda"),
-        test("other tests", 2, *others),
-    ]
-
-
-def _list_speeds(arguments: argparse.Namespace, shapes: dict[str, Shape]) -> list[Step]:
-    """List the cases, the smallest model and its plain variant first."""
-    visits: tuple[str, ...] = ("--steps", "8", "--warmup", "3", "--time-limit", "150")
-    if arguments.quick:
-        visits = ("--steps", "2", "--warmup", "1", "--contender", "shardwright")
-    precision = _choose_precision(arguments)
-    fixed = ("--device", arguments.device, "--shapes", arguments.shapes, "--precision", precision)
-    command = (*_MODULE, "benchmarks.gpu", *fixed, "--no-tests", "--rounds", "1", *visits)
-    steps = []
-    for place, (name, shape) in enumerate(shapes.items()):
-        for number, length in enumerate(shape.micro_batch_sizes):
-            for variant in shape.variants:
-                is_first = place == number == 0 and variant in ("", "-compile")
-                case = f"{name}-{length}{variant}"
-                steps.append(
-                    Step(
-                        f"speed {case}",
-                        3 if is_first else shape.part,
-                        300,
-                        (*command, "--case", case, "--out", "{out}"),
-                        "one-gpu.json",
-                    )
-                )
-    return steps
-
-
-def _choose_precision(arguments: argparse.Namespace) -> str:
-    return "bf16" if arguments.device == "cuda" else "fp32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     steps = list_steps(arguments)
     if arguments.list:
-        for step in steps:
-            print(f"{step.part}/{NUM_PARTS}  {step.name} (at most {step.time_limit_seconds:.0f} s)")
+        print_steps(steps, arguments)
         return 0
     if arguments.publish:
         return publish(arguments.out, steps)
@@ -186,60 +72,155 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     has_failed = False
-    for part in [arguments.part] if arguments.part else range(1, NUM_PARTS + 1):
-        until = time.monotonic() + arguments.budget
-        for step in (step for step in steps if step.part == part):
-            if arguments.missing and has_passed(arguments.out, step):
-                continue
-            outcome = run_step(step, arguments, environment, until)
-            has_failed |= outcome["status"] not in ("passed", "no time left")
-            write_results(arguments.out, steps)
-            print(
-                f"{part}/{NUM_PARTS}  {step.name}: {outcome['status']} "
-                f"({outcome['seconds']:.0f} s)  {outcome['message']}",
-                flush=True,
-            )
+    chosen = [
+        step
+        for step in steps
+        if arguments.part in (None, step.part)
+        and not (arguments.missing and has_passed(arguments.out, step))
+    ]
+    if arguments.seconds is not None:
+        has_failed = run_in_time(chosen, steps, arguments, environment)
+    else:
+        for part in sorted({step.part for step in chosen}):
+            until = time.monotonic() + arguments.budget
+            own = [step for step in chosen if step.part == part]
+            has_failed |= run_steps(own, steps, arguments, environment, until)
     print(arguments.out / "gpu.md")
     return int(has_failed)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_parts", description=__doc__.split("\n\n")[0]
-    )
-    parser.add_argument("--part", type=_parse_part, help=f"one part, 1/{NUM_PARTS} and so on")
-    parser.add_argument(
-        "--step", action="append", default=[], metavar="PATTERN", help="steps to run, by name"
-    )
-    parser.add_argument(
-        "--missing", action="store_true", help="only steps that have not passed in <out>"
-    )
-    parser.add_argument("--list", action="store_true", help="print parts and steps, and exit")
-    parser.add_argument(
-        "--publish", action="store_true", help="copy the page and its JSON to docs/benchmarks"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", choices=("real", "tiny"), help="default: tiny on a CPU")
-    parser.add_argument("--tests", default="", help="only tests that pytest -k selects")
-    parser.add_argument(
-        "--quick", action="store_true", help="two steps of shardwright per case, for rehearsals"
-    )
-    parser.add_argument("--budget", type=float, default=PART_SECONDS, help="seconds of a part")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build/gpu-wheels")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "build/gpu"))
-    arguments = parser.parse_args(argv)
-    arguments.shapes = arguments.shapes or ("real" if arguments.device == "cuda" else "tiny")
-    arguments.out = arguments.out.resolve()
-    return arguments
+def print_steps(steps: Sequence[Step], arguments: argparse.Namespace) -> None:
+    """Print the steps with their expected seconds; with `--seconds` in the order of a run."""
+    outcomes = read_last_outcomes(arguments.out, steps)
+    ordered = steps if arguments.seconds is None else order_by_information(steps, outcomes)
+    for step in ordered:
+        is_current = has_current_result(step, outcomes)
+        print(
+            f"{step.part}/{NUM_PARTS}  {step.name} (about {estimate_seconds(step, outcomes):.0f}, "
+            f"at most {step.time_limit_seconds:.0f} s){' measured' if is_current else ''}"
+        )
 
 
-def _parse_part(text: str) -> int:
-    number, _, total = text.partition("/")
-    is_part = number.isdigit() and 1 <= int(number) <= NUM_PARTS and total in ("", str(NUM_PARTS))
-    if not is_part:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a part; write 1/{NUM_PARTS} and so on")
-    return int(number)
+def run_in_time(
+    chosen: Sequence[Step],
+    steps: Sequence[Step],
+    arguments: argparse.Namespace,
+    environment: dict[str, str],
+) -> bool:
+    """Run those of the chosen steps that fit into the seconds; return True if one failed.
+
+    Those without a result of the present code come first. A step starts if its last time, or its
+    estimate, is left.
+    """
+    until = time.monotonic() + arguments.seconds
+    outcomes = read_last_outcomes(arguments.out, steps)
+    ordered = order_by_information(chosen, outcomes)
+    return run_steps(ordered, steps, arguments, environment, until, outcomes)
+
+
+def run_steps(
+    chosen: Sequence[Step],
+    steps: Sequence[Step],
+    arguments: argparse.Namespace,
+    environment: dict[str, str],
+    until: float,
+    outcomes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> bool:
+    """Run the chosen steps one after another, compiled before if `--warm` is given; return True if
+    one failed.
+
+    Args:
+        steps: All steps of the page.
+        until: Reading of `time.monotonic` at which the time ends.
+        outcomes: Last outcomes by name; with them a step starts only if it is expected to end in
+            time.
+    """
+    report = partial(finish_step, arguments=arguments, steps=steps)
+    warm: dict[str, float] = {}
+    has_failed = False
+    if arguments.warm:
+        left = until - time.monotonic()
+        expected = list(chosen) if outcomes is None else select_fitting(chosen, outcomes, left)
+        tested = [step for step in expected if not step.is_timed]
+        warm, ended = warm_up(expected, tested, arguments, environment, until)
+        chosen = [step for step in chosen if step not in tested]
+        for step, outcome in zip(tested, ended, strict=True):
+            has_failed |= report(step, outcome)
+    for step in chosen:
+        needed = 0.0 if outcomes is None else estimate_seconds(step, outcomes)
+        outcome = run_step(
+            step, arguments, environment, until, needed, warm_seconds=warm.get(step.name)
+        )
+        has_failed |= report(step, outcome)
+    return has_failed
+
+
+def finish_step(
+    step: Step, outcome: dict[str, Any], *, arguments: argparse.Namespace, steps: Sequence[Step]
+) -> bool:
+    """Write the page again and print the outcome; return True if the step failed."""
+    write_results(arguments.out, steps)
+    print(
+        f"{step.part}/{NUM_PARTS}  {step.name}: {outcome['status']} "
+        f"({outcome['seconds']:.0f} s)  {outcome['message']}",
+        flush=True,
+    )
+    return outcome["status"] not in ("passed", "no time left")
+
+
+def warm_up(
+    expected: Sequence[Step],
+    tested: Sequence[Step],
+    arguments: argparse.Namespace,
+    environment: dict[str, str],
+    until: float,
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Compile the kernels of the expected steps while tests run, in half of the time at most.
+
+    Returns:
+        Seconds of compilation by step, and the outcomes of the tests.
+    """
+    start_seconds = time.monotonic()
+    half = (until - start_seconds) / 2
+    outcomes: dict[str, dict[str, Any]] = {}
+
+    def test(step: Step) -> None:
+        outcomes[step.name] = run_step(step, arguments, environment, until)
+
+    def run_process(command: Sequence[str], folder: Path, seconds: float) -> tuple[str, str]:
+        return _run_process(command, folder, environment, seconds)
+
+    num_processes = arguments.processes or choose_num_processes(read_memory_bytes(arguments))
+    compiled = compile_ahead(
+        expected,
+        arguments.out / "warm",
+        num_processes,
+        run_process,
+        half,
+        [partial(test, step) for step in tested],
+    )
+    num_choices = discard_choices(Path(environment["TORCHINDUCTOR_CACHE_DIR"]))
+    seconds: dict[str, float] = {}
+    for each in compiled:
+        seconds[each.step_name] = seconds.get(each.step_name, 0.0) + each.seconds
+        if each.status != "passed":
+            print(f"compiling for {each.step_name}: {each.status}  {each.message}", flush=True)
+    num_passed = sum(each.status == "passed" for each in compiled)
+    print(
+        f"compiled {num_passed} of {len(compiled)} cases, {num_processes} at a time, in "
+        f"{time.monotonic() - start_seconds:.0f} s; {num_choices} tile sizes discarded",
+        flush=True,
+    )
+    return seconds, [outcomes[step.name] for step in tested]
+
+
+def read_memory_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return the memory of the device; None for a CPU."""
+    if arguments.device == "cpu":
+        return None
+    code = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    return int(printed.stdout)
 
 
 def build_environment(arguments: argparse.Namespace) -> dict[str, str] | str:
@@ -258,6 +239,8 @@ def build_environment(arguments: argparse.Namespace) -> dict[str, str] | str:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    if arguments.warm:
+        environment |= list_cache_variables(ROOT / "build/gpu-cache")
     check = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 3)"
     code = subprocess.run([sys.executable, "-c", check], env=environment).returncode
     if code not in (0, 3):
@@ -271,39 +254,65 @@ def build_environment(arguments: argparse.Namespace) -> dict[str, str] | str:
 
 
 def run_step(
-    step: Step, arguments: argparse.Namespace, environment: dict[str, str], until: float
+    step: Step,
+    arguments: argparse.Namespace,
+    environment: dict[str, str],
+    until: float,
+    needed_seconds: float = 0.0,
+    warm_seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Run a step and write its outcome; nothing that it does ends the part."""
+    """Run a step and write its outcome; nothing that it does ends the part.
+
+    A step without time left keeps the outcome that it has.
+
+    Args:
+        needed_seconds: The step does not start if less time is left.
+        warm_seconds: Seconds in which other processes have compiled its kernels.
+    """
     folder = get_folder(arguments.out, step)
+    left = until - time.monotonic()
+    outcome: dict[str, Any] = {"name": step.name, "part": step.part}
+    if left <= max(0.0, needed_seconds):
+        needs = f"about {needed_seconds:.0f} s needed, {max(0.0, left):.0f} left; "
+        message = f"run it: make gpu PART={step.part}/{NUM_PARTS} ARGS=--missing"
+        message = (needs if needed_seconds else "") + message
+        outcome |= {"status": "no time left", "seconds": 0.0, "message": message}
+        outcome |= {"time_limit_seconds": step.time_limit_seconds, "conditions": read_conditions()}
+        if not (folder / step.result).is_file():
+            _write_outcome(folder, outcome)
+        return outcome
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shapes = SHAPES if arguments.shapes == "real" else TINY
-    (folder / "config.json").write_text(json.dumps(next(iter(shapes.values())).config))
-    limit = min(step.time_limit_seconds, until - time.monotonic())
+    shape = shapes[step.shape_name] if step.shape_name else next(iter(shapes.values()))
+    (folder / "config.json").write_text(json.dumps(shape.config))
     start_seconds = time.monotonic()
-    if limit <= 0:
-        status = "no time left"
-        message = f"run it: make gpu PART={step.part}/{NUM_PARTS} ARGS=--missing"
-    else:
-        status, message = _run_process(step, folder, environment, limit)
-    outcome = {
-        "name": step.name,
-        "part": step.part,
+    limit = min(step.time_limit_seconds, left)
+    status, message = _run_process(step.command, folder, environment, limit)
+    outcome |= {
         "status": status,
         "seconds": time.monotonic() - start_seconds,
         "time_limit_seconds": step.time_limit_seconds,
         "message": message,
+        "code": hash_code(step),
         "conditions": read_conditions(),
     }
-    (folder / "outcome.json").write_text(json.dumps(outcome, indent=1) + "\n")
+    if warm_seconds is not None:
+        outcome["warm_seconds"] = warm_seconds
+    _write_outcome(folder, outcome)
     return outcome
 
 
+def _write_outcome(folder: Path, outcome: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "outcome.json").write_text(json.dumps(outcome, indent=1) + "\n")
+
+
 def _run_process(
-    step: Step, folder: Path, environment: dict[str, str], limit_seconds: float
+    words: Sequence[str], folder: Path, environment: dict[str, str], limit_seconds: float
 ) -> tuple[str, str]:
     """Return status and message; a process over its time is killed with all that it started."""
-    command = [word.replace("{out}", str(folder)) for word in step.command]
+    command = [word.replace("{out}", str(folder)) for word in words]
     log = folder / "log.txt"
     with log.open("w") as output:
         try:
@@ -377,6 +386,12 @@ def write_results(out: Path, steps: Sequence[Step]) -> None:
         partial = out / f"{name}.partial"
         partial.write_text(text)
         partial.replace(out / name)
+
+
+def read_last_outcomes(out: Path, steps: Sequence[Step]) -> dict[str, dict[str, Any]]:
+    """Read the last outcomes of the steps, in <out> or published."""
+    folders = {step.name: get_folder(out, step) for step in steps}
+    return read_outcomes(steps, folders, ROOT / "docs/benchmarks/gpu.json")
 
 
 def has_passed(out: Path, step: Step) -> bool:

@@ -8,9 +8,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.case import Case
-from benchmarks.contenders.with_shardwright import (
-    build_recipe,
-    build_validated_run,
-    draw_weights_on,
-)
-from benchmarks.gpu_model import make_batch
-from benchmarks.gpu_profile import summarise_kernels, wait
+from benchmarks.gpu_kernels import summarise_kernels, wait
+from benchmarks.gpu_step import BuiltStep, build_step, choose_precision
 from benchmarks.shapes import SHAPES, TINY
-from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVFP4Section
-from shardwright.config.training import PrecisionSection
-from shardwright.launch.rank_environment import RankEnvironment
-from shardwright.training.memory_settings import agree_on_memory_settings
-from shardwright.training.rank_sync import RankSync
-from shardwright.training.setup import build_state
-from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.config.low_precision import LowPrecisionRecipe
+from shardwright.telemetry.trace_summary import classify_kernel
 
 _NUM_KERNELS = 30
-_QUANTISATION = ("amax", "scaled_mm", "clamp")
-"""Operators in the names of generated kernels that search maxima or write codes."""
-_ATTENTION = ("flash", "fmha", "attention")
-_PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "::mm", "::addmm", "::bmm")
 
 
 @dataclass(frozen=True)
@@ -98,15 +83,6 @@ SIZES = {
 }
 
 
-def choose_precision(recipe: LowPrecisionRecipe | None) -> PrecisionSection:
-    """Return bf16, with quantised products of a recipe if one is given."""
-    if recipe is None:
-        return PrecisionSection(kind="bf16")
-    return PrecisionSection.of_low_precision(
-        NVFP4Section(experimental=True) if recipe == "nvfp4" else FP8Section(recipe=recipe)
-    )
-
-
 def time_steps(
     recipe: LowPrecisionRecipe | None,
     sizes: Sizes,
@@ -127,34 +103,30 @@ def time_steps(
     gc.collect()  # the model before this one
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    run_passes, run_update = _build_step(
-        recipe, sizes, name, device, is_compiled, has_all_layers, num_micro_batches
-    )
+    step = _build_step(recipe, sizes, name, device, is_compiled, has_all_layers, num_micro_batches)
     for _ in range(2):
-        run_passes()
-        run_update()
+        step.run()
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     num_steps = max(2, sizes.timed_steps // num_micro_batches)
     start_seconds = time.perf_counter()
     for _ in range(num_steps):
-        run_passes()
-        run_update()
+        step.run()
     wait(device)
     seconds = (time.perf_counter() - start_seconds) / num_steps
     pass_seconds: list[float] = []
     for _ in range(num_steps):
         start_seconds = time.perf_counter()
-        run_passes()
+        step.run_passes()
         wait(device)
         pass_seconds.append(time.perf_counter() - start_seconds)
-        run_update()
+        step.run_update()
         wait(device)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as recorded:
-        run_passes()
+        step.run_passes()
         wait(device)
     kernels = summarise_kernels(recorded, device)
     return {
@@ -174,8 +146,8 @@ def _build_step(
     is_compiled: bool,
     has_all_layers: bool,
     num_micro_batches: int,
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Build a run's model and optimizer; return functions that run a step's passes, and its update.
+) -> BuiltStep:
+    """Build a step of a run's model and optimizer.
 
     All layers have 8-bit AdamW, to fit on one device.
     """
@@ -201,32 +173,12 @@ def _build_step(
             device=device.type,  # type: ignore[arg-type]
             random_weights=True,
         )
-        plain = build_recipe(case)
-        training = {"gradient_accumulation_steps": num_micro_batches}
-        validated_run = agree_on_memory_settings(
-            build_validated_run(
-                plain.model_copy(
-                    update={
-                        "precision": choose_precision(recipe),
-                        "training": plain.training.model_copy(update=training),
-                    }
-                ),
-                1,
-            ),
-            RankSync(RankEnvironment(), device),
+        return build_step(
+            case,
             device,
+            precision=choose_precision(recipe),
+            num_micro_batches=num_micro_batches,
         )
-        with draw_weights_on(device):
-            state = build_state(validated_run, device)
-    generator = torch.Generator().manual_seed(0)
-    batches = [
-        make_batch(torch.randint(0, config["vocab_size"], (rows, tokens), generator=generator))
-        for _ in range(num_micro_batches)
-    ]
-    update = partial(
-        update_parameters, state.model, state.optimizer, learning_rate=1e-5, max_grad_norm=1.0
-    )
-    return partial(accumulate_gradients, state.model, batches, seed=0, step=0), update
 
 
 def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -236,13 +188,6 @@ def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:
     """
     seconds = dict.fromkeys(("products", "quantisation", "attention", "rest"), 0.0)
     for kernel in kernels:
-        seconds[_find_kind(kernel["name"].lower())] += kernel["seconds"]
+        kind = classify_kernel(kernel["name"])
+        seconds[kind if kind in seconds else "rest"] += kernel["seconds"]
     return seconds
-
-
-def _find_kind(name: str) -> str:
-    if name.startswith("triton"):
-        return "quantisation" if any(part in name for part in _QUANTISATION) else "rest"
-    if any(part in name for part in _ATTENTION):
-        return "attention"
-    return "products" if any(part in name for part in _PRODUCTS) else "rest"

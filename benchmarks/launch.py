@@ -42,6 +42,7 @@ class Ranks:
         case: case that they run.
         logs_dir: folder of their output, one file per rank.
         time_limit_seconds: longest time of the start and of one block.
+        waits_to_build: True if the ranks wait for `build` once they have imported their packages.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Ranks:
         *,
         time_limit_seconds: float,
         threads_per_rank: int | None = 1,
+        waits_to_build: bool = False,
     ) -> None:
         self.case = case
         self._logs_dir = logs_dir
         self._limit = time_limit_seconds
         self._threads = threads_per_rank
+        self._start_options = ["wait"] if waits_to_build else []
         self._processes: list[subprocess.Popen[str]] = []
         self._replies: list[TextIO] = []
 
@@ -86,6 +89,11 @@ class Ranks:
                 process.stdin.close()
         for replies in self._replies:
             replies.close()
+
+    def build(self) -> None:
+        """Tell ranks that wait for it to build their model."""
+        for process in self._processes:
+            self._send(process, "build")
 
     def wait_ready(self) -> list[dict[str, Any]]:
         """Wait for every rank's start-up reply: the model is built and wrapped, not trained."""
@@ -127,7 +135,10 @@ class Ranks:
             }
         with self._log_path(rank).open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.rank", self.case.to_json(), str(write_fd)],
+                [
+                    *(sys.executable, "-m", "benchmarks.rank", self.case.to_json(), str(write_fd)),
+                    *self._start_options,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

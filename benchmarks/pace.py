@@ -50,6 +50,7 @@ class Pace:
         self.attention: list[str] = []
         """Attention kernels that the contender has taken so far, each perhaps with its reason."""
         self.details: dict[str, Any] = {}
+        self.build_start_seconds = time.perf_counter()
         self.count_resident_bytes: Callable[[], int] | None = None
         """Function that counts tensor bytes between steps. Blocks with `memory` need it."""
 
@@ -58,6 +59,7 @@ class Pace:
 
         Return False to stop.
         """
+        self.details["build_seconds"] = time.perf_counter() - self.build_start_seconds
         self._reply({"ready": True, "start_up": self._read_memory(), "details": self.details})
         return self._next_block()
 
@@ -80,6 +82,7 @@ class Pace:
             "cpu_seconds": cpu_seconds,
             "losses": losses,
             "graph_breaks": count_graph_breaks(),
+            "compiled_graphs": count_compiled_graphs(),
             "attention": self.attention,
             "num_waits": num_waits,
         } | self._read_memory()
@@ -122,6 +125,7 @@ class Pace:
             memory |= {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+                "free_bytes": torch.cuda.mem_get_info()[0],
             }
         return memory
 
@@ -139,6 +143,16 @@ def count_graph_breaks() -> int:
     """Count the places where torch.compile has broken a graph in this process."""
     module = sys.modules.get("torch._dynamo.utils")
     return 0 if module is None else sum(module.counters["graph_break"].values())
+
+
+def count_compiled_graphs() -> dict[str, int]:
+    """Count the graphs that Inductor took from its cache on disk, and those that it compiled."""
+    module = sys.modules.get("torch._dynamo.utils")
+    counts = {} if module is None else module.counters["inductor"]
+    return {
+        "cached": counts.get("fxgraph_cache_hit", 0),
+        "new": counts.get("fxgraph_cache_miss", 0) + counts.get("fxgraph_cache_bypass", 0),
+    }
 
 
 def read_peak_rss_bytes() -> int:

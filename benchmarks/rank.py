@@ -1,5 +1,5 @@
-"""One rank of one contender: `python -m benchmarks.rank CASE_JSON REPLIES_FD`; commands come on
-standard input.
+"""One rank of one contender: `python -m benchmarks.rank CASE_JSON REPLIES_FD [wait]`; commands come
+on standard input. With `wait` the first one is `build`: before it the rank only imports packages.
 
 The environment is that of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), so every
 contender is set up as its own documentation says.
@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,7 +30,12 @@ def main() -> None:
     with os.fdopen(int(sys.argv[2]), "w") as replies:
         pace = Pace(sys.stdin, replies, lambda: _barrier(case.device), case.device)
         pace.details["threads"] = torch.get_num_threads()
-        importlib.import_module(CONTENDERS[case.contender]).run(case, pace)
+        contender = importlib.import_module(CONTENDERS[case.contender])
+        pace.details["import_seconds"] = time.time() - psutil.Process().create_time()
+        if sys.argv[3:] == ["wait"] and sys.stdin.readline().strip() != "build":
+            return
+        pace.build_start_seconds = time.perf_counter()
+        contender.run(case, pace)
     if dist.is_initialized():
         dist.destroy_process_group()
 

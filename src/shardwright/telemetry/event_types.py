@@ -241,6 +241,8 @@ class ProfileEvent(Event):
     ranks: int
     """Number of ranks in the profile."""
     clock_error_seconds: float
+    summary: str | None = None
+    """Summary of rank 0's trace in one line: time, idle share, largest kinds of kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,9 +94,9 @@ def _describe_event(event: Event, progress: RunProgress | None) -> str:
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case ProfileEvent():
             ranks = _count_ranks(event.ranks)
-            error = format_seconds(event.clock_error_seconds)
-            clocks = f"clocks aligned within {error}"
-            return f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
+            clocks = f"clocks aligned within {format_seconds(event.clock_error_seconds)}"
+            line = f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
+            return f"{line}: {event.summary}" if event.summary else line
         case RestartEvent():
             return (
                 f"restart {event.number} of at most {event.max_restarts}, "

@@ -34,6 +34,7 @@ from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
 from shardwright.training.metrics.expert_load import update_balance_biases
+from shardwright.training.metrics.profiling import mark_phase
 from shardwright.training.metrics.step_times import StepTimes
 
 
@@ -231,11 +232,16 @@ def accumulate_gradients(
     set_rounding_step(model.decoder, seed, step)
     decoder = model.decoder
     expected = expect_loss_gradient(decoder.loss_function, scale, decoder.compute_dtype)
-    with agree_on_maxima(model.weight_maxima), expected as gradient:
+    with (
+        mark_phase("forward and backward"),
+        agree_on_maxima(model.weight_maxima),
+        expected as gradient,
+    ):
         loss_sum = model.forward_backward(micro_batches, arguments, gradient, times.mark)
-    model.finish_gradients()
-    loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
-    routers, beyond_limit = _sum_router_tables(model)
+    with mark_phase("reduction"):
+        model.finish_gradients()
+        loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+        routers, beyond_limit = _sum_router_tables(model)
     times.mark("reduction")
     return StepLoss(loss_sum, tokens, routers, count, beyond_limit)
 
@@ -297,32 +303,25 @@ def update_parameters(
     if exchange is not None and exchange.rows_per_rank and rows_beyond_limit is None:
         raise ValueError("rows_beyond_limit: None; pass StepLoss.rows_beyond_limit")
     loss_scale = 1.0 if scaler is None else scaler.scale
-    norm = (
-        compute_global_norm(
-            model.list_norm_gradients(),
-            model.sum_over,
-            stage_axes=model.stage_axes,
-            device=model.device,
-        )
-        / loss_scale
-    )
-    norm = synchronise_norm(norm, lambda scalar: model.sum_over(scalar, AXES))
-    if isinstance(optimizer, UpdateByPiece):
-        _pass_on(model, optimizer)
-        if not isinstance(optimizer, OffloadedOptimizer):  # its last update may still be running
-            set_learning_rate(optimizer, learning_rate)
-            optimizer.prepare_step()  # while the device computes the gradients
-    read_values: list[list[float]] = []
-    beyond_limit = 0
-    if rows_beyond_limit is not None:
-        (gradient_norm,), (number,), *read_values = read_together(
-            [norm, rows_beyond_limit, *read_along]
-        )
-        beyond_limit = int(number)
-    elif read_along:
-        (gradient_norm,), *read_values = read_together([norm, *read_along])
-    else:  # fake tensors of a rehearsal have a value for a scalar only
-        gradient_norm = float(norm)
+    with mark_phase("gradient norm"):
+        norm = _compute_norm(model, loss_scale)
+        if isinstance(optimizer, UpdateByPiece):
+            _pass_on(model, optimizer)
+            # The last update of an offloaded optimizer may still be running.
+            if not isinstance(optimizer, OffloadedOptimizer):
+                set_learning_rate(optimizer, learning_rate)
+                optimizer.prepare_step()  # while the device computes the gradients
+        read_values: list[list[float]] = []
+        beyond_limit = 0
+        if rows_beyond_limit is not None:
+            (gradient_norm,), (number,), *read_values = read_together(
+                [norm, rows_beyond_limit, *read_along]
+            )
+            beyond_limit = int(number)
+        elif read_along:
+            (gradient_norm,), *read_values = read_together([norm, *read_along])
+        else:  # fake tensors of a rehearsal have a value for a scalar only
+            gradient_norm = float(norm)
     check_nccl_groups()  # the device has computed the gradients
     if beyond_limit:
         _drop_gradients(optimizer)
@@ -331,23 +330,35 @@ def update_parameters(
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)
-    if not skipped:
-        factor = 1.0 / loss_scale
-        if max_grad_norm is not None:
-            factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
-        if factor != 1.0:
-            _scale_gradients(model, optimizer, factor)
-        set_learning_rate(optimizer, learning_rate)
-        model.invalidate_weights()
-        optimizer.step()
-        if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
-            optimizer.wait_for_update()
-        if router_table is not None:
-            update_balance_biases(model.decoder, router_table)
-    _drop_gradients(optimizer)
+    with mark_phase("update"):
+        if not skipped:
+            factor = 1.0 / loss_scale
+            if max_grad_norm is not None:
+                factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
+            if factor != 1.0:
+                _scale_gradients(model, optimizer, factor)
+            set_learning_rate(optimizer, learning_rate)
+            model.invalidate_weights()
+            optimizer.step()
+            if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
+                optimizer.wait_for_update()
+            if router_table is not None:
+                update_balance_biases(model.decoder, router_table)
+        _drop_gradients(optimizer)
     if times is not None:
         times.mark("optimizer")
     return StepUpdate(gradient_norm, skipped, tuple(read_values))
+
+
+def _compute_norm(model: ParallelModel, loss_scale: float) -> Tensor:
+    """Compute the gradient norm without the loss scale, a scalar, identical on all ranks."""
+    norm = compute_global_norm(
+        model.list_norm_gradients(),
+        model.sum_over,
+        stage_axes=model.stage_axes,
+        device=model.device,
+    )
+    return synchronise_norm(norm / loss_scale, lambda scalar: model.sum_over(scalar, AXES))
 
 
 def _pass_on(model: ParallelModel, optimizer: UpdateByPiece) -> None:

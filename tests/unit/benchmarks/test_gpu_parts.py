@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from benchmarks import gpu_packages, gpu_parts
+from benchmarks import gpu_arguments, gpu_packages, gpu_parts
+from benchmarks.gpu_kernels import summarise_kernels
 from benchmarks.gpu_page import count_tests, list_measurements
-from benchmarks.gpu_parts import Step
-from benchmarks.gpu_profile import summarise_kernels
+from benchmarks.gpu_steps import Step
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,10 +121,10 @@ def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
     out = tmp_path / "interrupted"
     run = gpu_parts._run_process
 
-    def interrupt(step: Step, *arguments: Any) -> tuple[str, str]:
-        if step.name == "two":
+    def interrupt(command: Sequence[str], folder: Path, *arguments: Any) -> tuple[str, str]:
+        if folder.name.endswith("two"):
             raise KeyboardInterrupt
-        return run(step, *arguments)
+        return run(command, folder, *arguments)
 
     monkeypatch.setattr(gpu_parts, "_run_process", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -137,9 +137,9 @@ def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
 
 def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> None:
     steps = gpu_parts.list_steps(gpu_parts.parse_arguments([]))
-    assert gpu_parts.PART_SECONDS < 9 * 60 - 10
+    assert gpu_arguments.PART_SECONDS < 9 * 60 - 10
     assert [step.part for step in steps] == sorted(step.part for step in steps)
-    assert {step.part for step in steps} == set(range(1, gpu_parts.NUM_PARTS + 1))
+    assert {step.part for step in steps} == set(range(1, gpu_arguments.NUM_PARTS + 1))
     names = [step.name for step in steps]
     assert names[:4] == ["device", "smoke", "numbers", "tests of numbers"]
     assert names[4:6] == ["attention", "functions"]
@@ -193,7 +193,7 @@ def test_kernels_are_the_events_of_the_device_without_annotations() -> None:
     assert summarise_kernels(recorded, torch.device("cuda")) == [
         {"name": "gemm", "calls": 2, "seconds": 3.0}
     ]
-    assert [row["seconds"] for row in summarise_kernels(recorded, torch.device("cpu"))] == [5.0] * 3
+    assert [row["seconds"] for row in summarise_kernels(recorded, torch.device("cpu"))] == [5.0] * 2
 
 
 def write_wheel(folder: Path, name: str, files: dict[str, str]) -> None:
@@ -301,7 +301,14 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     } | {"OMP_NUM_THREADS": "1", "OUT": str(tmp_path / "out")}
     has_ours = subprocess.run([python, "-c", "import pydantic"], env=environment)
     assert has_ours.returncode != 0
-    chosen = ("device", "numbers", "tests of numbers", "speed tiny-64", "profile*", "step cost*")
+    chosen = (
+        "device",
+        "numbers",
+        "tests of numbers",
+        "speed tiny-64",
+        "profile tiny-64",
+        "step cost*",
+    )
     steps = " ".join(f"--step '{name}'" for name in (*chosen, "offload*"))
     completed = subprocess.run(
         [
@@ -326,6 +333,8 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
     assert case["contenders"]["shardwright"]["tokens_per_second"] > 0
     assert case["contenders"]["shardwright"]["attention"] == ["sdpa (causal order)"]
     assert results["profile tiny-64"]["kernels"][0]["seconds"] > 0
+    phases = [phase["name"] for phase in results["profile tiny-64"]["summary"]["phases"]]
+    assert phases[:5] == ["forward", "backward", "reduction", "gradient norm", "update"]
     (variant,) = results["step cost tiny-64"]["variants"]
     assert variant["tokens_per_second"] > 0
     resident, offloaded = results["offload tiny-64"]["offload"]
@@ -338,6 +347,7 @@ def test_a_python_with_only_torch_runs_a_step_of_every_kind(tmp_path: Path) -> N
         "## Speed and memory",
         "## Profile tiny-64",
         "## Step cost tiny-64",
+        "gap before",
     )
     for expected in ("**7 passed.**", *headings):
         assert expected in page

@@ -33,9 +33,16 @@ def test_memory_and_profile_of_the_configured_steps(tmp_path: Path) -> None:
     assert 2 * memory.weights_bytes[0] <= memory.optimizer_bytes[0] < 2.1 * memory.weights_bytes[0]
     (profile,) = log.filter_by_type(ProfileEvent)
     assert (profile.step, profile.ranks) == (2, 1)
-    assert [path.name for path in (tmp_path / "run" / "profile").iterdir()] == [
-        Path(profile.path).name
-    ]
+    summary = f"{Path(profile.path).name.removesuffix('.json.gz')}.rank-0.txt"
+    written = {path.name for path in (tmp_path / "run" / "profile").iterdir()}
+    assert written == {Path(profile.path).name, summary}
+    text = (tmp_path / "run" / "profile" / summary).read_text()
+    assert profile.summary
+    assert text.startswith(profile.summary)
+    assert "of it without an operator; " in profile.summary
+    phases = [line.split("  ")[0] for line in text.splitlines()[3:]]
+    expected = ["forward", "backward", "reduction", "gradient norm", "update", "other"]
+    assert phases[: phases.index("")] == expected
     with gzip.open(tmp_path / "run" / profile.path) as file:
         events = json.load(file)["traceEvents"]
     spans = [event for event in events if event.get("ph") == "X"]

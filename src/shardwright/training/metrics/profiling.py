@@ -1,24 +1,39 @@
 """Profiles of chosen steps, merged over all ranks into one trace on a common clock.
 
-profile/step-00000010.json.gz   step 10, for https://ui.perfetto.dev or chrome://tracing
+profile/step-00000010.json.gz      step 10, for https://ui.perfetto.dev or chrome://tracing
+profile/step-00000010.rank-0.txt   its phases, gaps and kernels on rank 0
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright.parallel.clock_sync import SharedClock
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.trace import RankTrace, merge_traces
+from shardwright.telemetry.trace_summary import (
+    RANGE_PREFIX,
+    describe_summary,
+    read_trace,
+    render_summary,
+    summarise_trace,
+)
 from shardwright.training.rank_sync import RankSync
 
 logger = logging.getLogger(__name__)
+
+
+def mark_phase(name: str) -> AbstractContextManager[object]:
+    """Return a range of a step for profilers; nothing is recorded while none runs."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(RANGE_PREFIX + name)
 
 
 class StepProfiler:
@@ -34,6 +49,7 @@ class StepProfiler:
         self._folder = folder
         self._steps = frozenset(steps)
         self._rank = rank
+        self._summaries: dict[int, str] = {}
         self._activities = [
             ProfilerActivity.CPU,
             *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
@@ -45,20 +61,31 @@ class StepProfiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Iterator[None]:
-        """Profile the step that runs in the block, and write its trace to the run folder."""
+        """Profile the step that runs in the block, and write its trace and the summary of it to
+        the run folder.
+        """
         if not self.is_due(step):
             yield
             return
         # Without `acc_events` torch 2.11 warns that a second cycle would clear the events.
         with profile(activities=self._activities, acc_events=True) as recorded:
             yield
+        part = self._get_part_path(step, self._rank)
         try:
-            self._get_part_path(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(self._get_part_path(step, self._rank)))
+            part.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(part))
         except (OSError, RuntimeError) as error:
             logger.warning(
                 "step %d: the profile of rank %d cannot be written: %s", step, self._rank, error
             )
+            return
+        try:
+            summary = summarise_trace(read_trace(part))
+            part.with_suffix(".txt").write_text(render_summary(summary), encoding="utf-8")
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("step %d: cannot summarise the profile: %s", step, error)
+        else:
+            self._summaries[step] = describe_summary(summary)
 
     def merge_profiles(
         self, step: int, rank_sync: RankSync, clock: SharedClock, event_logger: EventLogger
@@ -90,9 +117,13 @@ class StepProfiler:
         for trace in present:
             trace.path.unlink(missing_ok=True)
         error_seconds = max(error for _, error in rows)
-        path = f"{self._folder.name}/{out.name}"
         event_logger.log(
-            "profile", step=step, path=path, ranks=len(present), clock_error_seconds=error_seconds
+            "profile",
+            step=step,
+            path=f"{self._folder.name}/{out.name}",
+            ranks=len(present),
+            clock_error_seconds=error_seconds,
+            summary=self._summaries.get(step),
         )
 
     def _get_part_path(self, step: int, rank: int) -> Path:
