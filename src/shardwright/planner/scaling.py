@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
+from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -67,7 +68,7 @@ def scale_devices(
     first: Prediction | None = None
     for num_gpus in gpu_counts:
         predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
-        prediction = search_layouts(
+        prediction = search_run_layouts(
             predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
         ).chosen
         first = first or prediction

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
@@ -179,6 +181,26 @@ def test_the_search_finds_the_best_layouts(
         )
         assert result.chosen.time.step <= limit
         assert measure_complexity(result.chosen.candidate)[0] == simplest[0]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_costs_of_quantised_weights_are_those_of_each_sharding(
+    recipe: LowPrecisionRecipe, *, is_compiled: bool
+) -> None:
+    """Ranks that gather codes quantise their shards; the search shares costs of layers."""
+    shape = models.read_shape("llama")
+    shares = build_scaled_shares(shape, FP8Section(recipe=recipe))
+    template = Candidate(Layout(), 128, precision="fp8", scaled_shares=shares, compile=is_compiled)
+    predictor = Predictor(ModelFacts(shape), parse_cluster("4xH100-80GB"), SMALL)
+    problem = PlanningProblem(template, 4, 4)
+    truth = find_best_exhaustively(predictor, problem)
+    result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=10**9)
+    assert result.num_proven >= 8
+    for found in result.predictions[: result.num_proven]:
+        assert found.time == predictor.predict(found.candidate).time
+        best = truth[build_layout_key(found.candidate)]
+        assert found.time.step == pytest.approx(best.time.step, rel=1e-12)
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:

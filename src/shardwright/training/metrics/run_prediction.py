@@ -270,11 +270,13 @@ def find_slowdown(
     candidate = prediction.candidate
     world_size = candidate.layout.world_size
     cluster = build_cluster(recipe.cluster, world_size)
+    # Another layout takes free memory of its own.
+    template = build_plan_candidate(validated_run.planned_recipe or recipe, validated_run.plan)
     problem = PlanningProblem(
-        candidate,
+        template,
         world_size,
         candidate.global_batch_size,
-        is_allowed=build_check(recipe, candidate),
+        is_allowed=build_check(recipe, template),
     )
     return StepSlowdown(
         measured.step,
