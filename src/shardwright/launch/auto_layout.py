@@ -149,7 +149,7 @@ def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
     if recipe.precision.kind != "auto":
         return None
     if recipe.cluster is not None:
-        return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
+        return choose_precision_on(build_cluster(recipe.cluster, 1).accelerator)
     if recipe.run.device == "cuda" and not torch.cuda.is_available():
         return PrecisionChoice(
             "bf16",

@@ -12,6 +12,7 @@ from shardwright.config.recipe import Recipe
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.host_cpu import guess_host
 from shardwright.hardware.measured_profile import load_profile
 from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
@@ -43,9 +44,8 @@ def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
             node's devices.
     """
     profile = None if section.profile is None else load_profile(section.profile)
-    return resize_cluster(
-        parse_cluster(section.node, link=section.link, profile=profile), world_size
-    )
+    cluster = parse_cluster(section.node, link=section.link, profile=profile)
+    return resize_cluster(guess_host(cluster, section.node), world_size)
 
 
 def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:

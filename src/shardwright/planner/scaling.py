@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
+from shardwright.hardware.host_cpu import divide_host
 from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
@@ -39,8 +40,12 @@ def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
         LayoutError: the number is not a multiple of a node's devices.
     """
     if num_gpus <= cluster.gpus_per_node:
+        accelerator = cluster.accelerator
+        if cluster.num_host_cores is not None:
+            accelerator = divide_host(accelerator, num_gpus / cluster.gpus_per_node)
         return replace(
             cluster,
+            accelerator=accelerator,
             gpus_per_node=num_gpus,
             num_nodes=1,
             domain_size=min(cluster.domain_size, max(1, num_gpus)),
