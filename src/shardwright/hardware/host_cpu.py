@@ -14,9 +14,10 @@ _ANY_CPU = re.compile(r"\s*(\d+\s*[x*]\s*)?cpu\s*", re.IGNORECASE)
 """A node of CPU ranks that names no model."""
 _CATALOGUE_CORES = 96
 """Cores of the catalogue's CPU, EPYC 9654 (`catalog/epyc-9654.yaml`)."""
-_MIN_MEMORY_BYTES_PER_SECOND = 2e10
-"""A few cores reach more of the memory rate than their share of a large socket's: two channels of
-DDR4-3200 have 51 GB/s, of which a copy reaches half."""
+_CORE_BYTES_PER_SECOND = 1.5e10
+"""Rate at which one core copies: 14 to 20 GB/s in docs/benchmarks/layouts-predicted.json."""
+_SMALL_SOCKET_BYTES_PER_SECOND = 5e10
+"""Memory rate of a socket of few cores: two channels of DDR4-3200."""
 _EMULATED_SHARE = 0.03
 """Rate of bf16 products over fp32's on a CPU without instructions for them (`numerics.bf16`)."""
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -44,7 +45,8 @@ def guess_host(cluster: Cluster, node: str) -> Cluster:
         name="CPU",
         memory_bytes=read_total_memory() or socket.memory_bytes,
         memory_bytes_per_second=max(
-            _MIN_MEMORY_BYTES_PER_SECOND, share * socket.memory_bytes_per_second
+            min(num_cores * _CORE_BYTES_PER_SECOND, _SMALL_SOCKET_BYTES_PER_SECOND),
+            share * socket.memory_bytes_per_second,
         ),
         peak_flops_per_second=peaks,
     )
