@@ -80,8 +80,9 @@ def search_run_layouts(
 
 
 def predict_found(predictor: Predictor, result: SearchResult) -> SearchResult:
-    """Return a result with its layouts predicted as `predict_run` does, ordered and recommended
-    anew. If any of them changes, nothing is proven: the proof is about the search's settings."""
+    """Return a result with its layouts predicted as `predict_run` does, then ordered and
+    recommended. If any of them changes, nothing is proven: the proof is about the search's
+    settings."""
     if predictor.cluster.accelerator.kind != "gpu":
         return result
     found = [*result.predictions]

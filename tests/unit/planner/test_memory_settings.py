@@ -93,16 +93,16 @@ def test_a_setting_of_the_recipe_stays_and_a_full_device_takes_none() -> None:
     assert not chosen.candidate.has_working_weights
     predictor = build_predictor(build_recipe(), parse_cluster("1xH200"))
     template = build_template(build_recipe())
-    taken = predict_run(predictor, template).candidate
-    assert taken.loss_chunk_tokens == 4096  # as many as the micro-batch has
+    largest = predict_run(predictor, template).candidate
+    assert largest.loss_chunk_tokens == 4096  # as many as the micro-batch has
     needed = predictor.predict(template).memory.total
     device = replace(predictor.cluster.accelerator, memory_bytes=int(1.05 * needed))
     full = build_predictor(build_recipe(), replace(predictor.cluster, accelerator=device))
-    kept = predict_run(full, template).candidate
-    assert (kept.loss_chunk_tokens, kept.working_weights) == (1024, "auto")
+    smallest = predict_run(full, template).candidate
+    assert (smallest.loss_chunk_tokens, smallest.working_weights) == (1024, "auto")
 
 
-def test_listed_layouts_are_ordered_by_what_a_run_takes() -> None:
+def test_listed_layouts_are_ordered_with_the_settings_of_a_run() -> None:
     result = plan("4xH200", training={"global_batch_size": 32, "micro_batch_size": None})
     steps = [each.time.step for each in result.predictions]
     assert steps == sorted(steps)
