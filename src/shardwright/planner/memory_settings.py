@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.architecture import HFShape, ModelShape
+from shardwright.config.recipe import Recipe
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor, predict_rank_memory
@@ -21,6 +22,7 @@ from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import SearchResult, recommend, select_simplest
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.time.update_time import saves_casts
+from shardwright.plans import Plan
 from shardwright.units import format_bytes
 
 LARGER_CHUNKS = (8192, 4096, 2048)
@@ -50,6 +52,23 @@ def resolve_memory_settings(
     return candidate, tuple(lines)
 
 
+def apply_memory_settings(
+    recipe: Recipe, plan: Plan, before: Candidate, resolved: Candidate
+) -> tuple[Recipe, Plan]:
+    """Return recipe and plan with the settings that differ between two candidates of them."""
+    if resolved.is_loss_chunk_auto != before.is_loss_chunk_auto:
+        model = recipe.model.model_copy(update={"loss_chunk_tokens": resolved.loss_chunk_tokens})
+        recipe = recipe.model_copy(update={"model": model})
+    if resolved.working_weights != before.working_weights:
+        precision = plan.precision.model_copy(update={"working_weights": True})
+        plan = replace(plan, precision=precision)
+        recipe = recipe.model_copy(update={"precision": precision})
+    if resolved.is_read_ahead_auto != before.is_read_ahead_auto:
+        section = recipe.offload.model_copy(update={"read_ahead_bytes": resolved.ahead_bytes})
+        recipe = recipe.model_copy(update={"offload": section})
+    return recipe, plan
+
+
 def reset_memory_settings(candidate: Candidate, template: Candidate) -> Candidate:
     """Return the candidate with these settings as `template` has them, for example `auto`."""
     return replace(
@@ -64,12 +83,19 @@ def reset_memory_settings(candidate: Candidate, template: Candidate) -> Candidat
 
 def predict_run(predictor: Predictor, candidate: Candidate) -> Prediction:
     """Predict a candidate with the settings that a run on empty devices chooses."""
-    if predictor.cluster.accelerator.kind == "gpu":
-        # What the driver calls free is without the context.
-        free_bytes = predictor.capacity_bytes - predictor.efficiency.context_bytes
-        shape = predictor.facts.shape
-        candidate, _ = resolve_memory_settings(shape, candidate, free_bytes)
-    return predictor.predict(candidate)
+    return predictor.predict(resolve_on_empty_devices(predictor, candidate)[0])
+
+
+def resolve_on_empty_devices(
+    predictor: Predictor, candidate: Candidate
+) -> tuple[Candidate, tuple[str, ...]]:
+    """Resolve the settings as `resolve_memory_settings` does, by the memory of the cluster's GPUs.
+    On CPUs the candidate is returned."""
+    if predictor.cluster.accelerator.kind != "gpu":
+        return candidate, ()
+    # The memory that the driver calls free is without the context.
+    free_bytes = predictor.capacity_bytes - predictor.efficiency.context_bytes
+    return resolve_memory_settings(predictor.facts.shape, candidate, free_bytes)
 
 
 def search_run_layouts(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from shardwright.planner.memory_settings import resolve_memory_settings
+from shardwright.planner.memory_settings import apply_memory_settings, resolve_memory_settings
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.rank_sync import RankSync
@@ -33,7 +32,9 @@ def agree_on_memory_settings(
             return validated_run
         tokens = model.smallest_loss_chunk
         logger.info("loss: chunks of %s tokens (auto: fixed on a CPU)", f"{tokens:,}")
-        return _update(validated_run, "model", loss_chunk_tokens=tokens)
+        recipe = validated_run.recipe
+        section = model.model_copy(update={"loss_chunk_tokens": tokens})
+        return replace(validated_run, recipe=recipe.model_copy(update={"model": section}))
     local_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes = min(free for (free,) in rank_sync.gather([float(local_bytes)]))
     return take_free_memory(validated_run, free_bytes)
@@ -46,20 +47,8 @@ def take_free_memory(validated_run: ValidatedRun, free_bytes: float) -> Validate
     resolved, lines = resolve_memory_settings(validated_run.shape, candidate, free_bytes)
     for line in lines:
         logger.info("%s", line)
-    run = validated_run
-    if resolved.is_loss_chunk_auto != candidate.is_loss_chunk_auto:
-        run = _update(run, "model", loss_chunk_tokens=resolved.loss_chunk_tokens)
-    if resolved.working_weights != candidate.working_weights:
-        precision = run.plan.precision.model_copy(update={"working_weights": True})
-        run = replace(run, plan=replace(run.plan, precision=precision))
-        run = replace(run, recipe=run.recipe.model_copy(update={"precision": precision}))
-    if resolved.is_read_ahead_auto != candidate.is_read_ahead_auto:
-        run = _update(run, "offload", read_ahead_bytes=resolved.ahead_bytes)
-    return run if run is validated_run else replace(run, planned_recipe=validated_run.recipe)
-
-
-def _update(validated_run: ValidatedRun, section: str, **values: Any) -> ValidatedRun:
-    """Return the run with values of a section of its recipe replaced."""
-    recipe = validated_run.recipe
-    changed = getattr(recipe, section).model_copy(update=values)
-    return replace(validated_run, recipe=recipe.model_copy(update={section: changed}))
+    if resolved == candidate:
+        return validated_run
+    planned = validated_run.recipe
+    recipe, plan = apply_memory_settings(planned, validated_run.plan, candidate, resolved)
+    return replace(validated_run, recipe=recipe, plan=plan, planned_recipe=planned)

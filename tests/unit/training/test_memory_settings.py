@@ -13,11 +13,22 @@ import torch
 from pydantic import ValidationError
 
 from shardwright.architecture import HFShape
+from shardwright.config.layout import ClusterSection
 from shardwright.config.offload import OffloadSection
+from shardwright.launch.auto_layout import take_planned_memory
 from shardwright.optim.sharded_optimizer import count_elements
+from shardwright.planner.auto_layout import build_cluster
+from shardwright.planner.memory_settings import predict_run
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.memory_settings import agree_on_memory_settings, take_free_memory
-from shardwright.training.metrics.run_prediction import predict_training_memory
+from shardwright.training.metrics.run_prediction import (
+    predict_training_memory,
+    predict_training_run,
+)
 from tests.unit.training import test_run_checks
 from tests.unit.training.test_precision_choice import FakeRankSync
 
@@ -115,6 +126,33 @@ def test_a_cpu_has_a_fixed_number_and_a_number_in_the_recipe_stays(
         validate(tmp_path, 300), FakeRankSync(), torch.device("cuda", 0)
     )
     assert explicit.recipe.model.loss_chunk_tokens == 300
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_run_a_rehearsal_and_a_plan_have_the_same_settings(
+    tmp_path: Path, recompute: str
+) -> None:
+    cluster = ClusterSection(node="1xH100-80GB")
+    sections = {"precision": {"kind": "bf16"}, "cluster": cluster, "recompute": recompute}
+    run = validate(tmp_path, **sections)
+    recipe, plan, lines = take_planned_memory(run.recipe, run.plan)
+    assert recipe.model.loss_chunk_tokens == 8192
+    assert plan.has_working_weights
+    assert len(lines) == 2
+    empty = take_free_memory(run, 80e9)
+    assert (empty.recipe, empty.plan) == (recipe, plan)
+    assert empty.planned_recipe is run.recipe
+    device = build_cluster(cluster, 1)
+    efficiency = load_efficiencies().get_efficiency(device.accelerator)
+    predictor = Predictor(get_model_facts(run.shape), device, efficiency)
+    planned = predict_run(predictor, build_plan_candidate(run.recipe, run.plan))
+    predicted = predict_training_run(empty)  # with the rows of the data
+    assert predicted is not None
+    assert (predicted.candidate, predicted.memory) == (planned.candidate, planned.memory)
+    elsewhere = run.recipe.model_copy(update={"cluster": ClusterSection(node="1xcpu")})
+    assert take_planned_memory(elsewhere, run.plan) == (elsewhere, run.plan, ())
+    nowhere = run.recipe.model_copy(update={"cluster": None})
+    assert take_planned_memory(nowhere, run.plan) == (nowhere, run.plan, ())
 
 
 @pytest.mark.parametrize(
