@@ -10,8 +10,13 @@ import pytest
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.layout import Layout
 from shardwright.planner.auto_layout import choose_layout
-from shardwright.planner.memory_settings import predict_run, reset_memory_settings
+from shardwright.planner.memory_settings import (
+    predict_found,
+    predict_run,
+    reset_memory_settings,
+)
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.planning_result import PlanningResult, plan_recipe
 from shardwright.planner.predictor import Predictor
@@ -22,6 +27,7 @@ from shardwright.planner.problem import (
     resolve_compilation_on,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.search.result import SearchResult, recommend
 from shardwright.planner.step_profile import (
     StepProfile,
     build_tuned_step,
@@ -115,6 +121,25 @@ def test_listed_layouts_are_ordered_with_the_settings_of_a_run() -> None:
     assert result.chosen is not None
     assert f"{result.chosen.candidate.loss_chunk_tokens:,} tokens" in line
     assert result.chosen in result.predictions
+
+
+def test_layouts_whose_order_changes_are_ordered_again() -> None:
+    predictor = build_predictor(build_recipe(), parse_cluster("4xH200"))
+    template = replace(build_template(build_recipe()), gradient_accumulation_steps=2)
+    sharded = Layout(dp_shard=4, zero_stage=3)
+    found = [
+        replace(template, layout=layout, micro_batch_size=size)
+        for layout, size in ((sharded, 2), (sharded, 1), (Layout(dp_replicate=4), 1))
+    ]
+    raw = SearchResult([predictor.predict(each) for each in found], num_proven=3)
+    result = predict_found(predictor, raw)
+    steps = [each.time.step for each in result.predictions]
+    assert steps == sorted(steps)
+    assert steps == sorted(predict_run(predictor, each).time.step for each in found)
+    assert result.num_proven == 0
+    assert result.chosen is recommend(result.predictions)
+    on_cpu = build_predictor(build_recipe(), parse_cluster("4xEPYC-9654"))
+    assert predict_found(on_cpu, raw) is raw
 
 
 def test_an_automatic_layout_is_the_planned_one() -> None:
