@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
@@ -29,7 +30,7 @@ from shardwright.planner.search.result import (
     measure_complexity,
     select_simplest,
 )
-from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.search.space import CHEAPEST_EXECUTION, PlanningProblem, SearchSpace
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY
 from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.unit.planner import models
@@ -205,6 +206,13 @@ def test_costs_of_quantised_weights_are_those_of_each_sharding(
         assert [each.time.step for each in proven] == pytest.approx(fastest[:num_layouts])
         for each in result.predictions:
             assert each.time == predictor.predict(each.candidate).time
+    space = SearchSpace(predictor.facts, problem, 2)
+    costs = ChoiceCosts(predictor, problem, space)
+    for degrees in chain.from_iterable(space.list_degrees()):
+        bound = costs.get_layer_costs(degrees, CHEAPEST_EXECUTION).total_seconds
+        for sharding in space.list_shardings(degrees):
+            exact = costs.get_layer_costs(degrees, CHEAPEST_EXECUTION, sharding).total_seconds
+            assert bound <= exact
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:
