@@ -189,8 +189,7 @@ def plan_recipe(
     if not recipe.layout.auto and conflict is None and candidate is not None:
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
     elif recipe.layout.auto and chosen is not None:
-        # A run chooses what layers keep before it takes memory that is then free.
-        lean = reset_memory_settings(chosen.candidate, template)
+        lean = reset_memory_settings(chosen.candidate, template)  # the choice comes first in a run
         _, choice_of_results, conflict = _choose_results(recipe, predictor, lean)
     own = None if candidate is None or conflict else predict_run(predictor, candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
