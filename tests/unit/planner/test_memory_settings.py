@@ -123,7 +123,7 @@ def test_listed_layouts_are_ordered_with_the_settings_of_a_run() -> None:
     assert result.chosen in result.predictions
 
 
-def test_layouts_whose_order_changes_are_ordered_again() -> None:
+def test_settings_change_the_order_of_layouts() -> None:
     predictor = build_predictor(build_recipe(), parse_cluster("4xH200"))
     template = replace(build_template(build_recipe()), gradient_accumulation_steps=2)
     sharded = Layout(dp_shard=4, zero_stage=3)
