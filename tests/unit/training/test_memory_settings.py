@@ -23,8 +23,10 @@ from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import build_plan_candidate
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.slowdown import StepSeconds
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.memory_settings import agree_on_memory_settings, take_free_memory
+from shardwright.training.metrics import run_prediction
 from shardwright.training.metrics.run_prediction import (
     predict_training_memory,
     predict_training_run,
@@ -153,6 +155,25 @@ def test_a_run_a_rehearsal_and_a_plan_have_the_same_settings(
     assert take_planned_memory(elsewhere, run.plan) == (elsewhere, run.plan, ())
     nowhere = run.recipe.model_copy(update={"cluster": None})
     assert take_planned_memory(nowhere, run.plan) == (nowhere, run.plan, ())
+
+
+def test_a_new_plan_searches_with_the_settings_before_free_memory_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ClusterSection(node="1xH100-80GB")
+    run = take_free_memory(validate(tmp_path, precision={"kind": "bf16"}, cluster=cluster), 80e9)
+    prediction = predict_training_run(run)
+    assert prediction is not None
+    assert prediction.candidate.working_weights is True
+    arguments: list[Any] = []
+    monkeypatch.setattr(run_prediction, "find_slow_part", lambda *_: None)
+    monkeypatch.setattr(run_prediction, "split_prediction", lambda *_: None)
+    monkeypatch.setattr(run_prediction, "replan", lambda *given: arguments.extend(given))
+    run_prediction.find_slowdown(run, prediction, StepSeconds(1.0, 1.0, {}))
+    template = arguments[4].template
+    assert (template.loss_chunk_tokens, template.is_loss_chunk_auto) == (1024, True)
+    assert template.working_weights == "auto"
+    assert arguments[1] == prediction.candidate
 
 
 @pytest.mark.parametrize(
