@@ -18,11 +18,16 @@ from pathlib import Path
 
 from shardwright.config import load_recipe
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.problem import build_problem, build_template, read_planning_shape
+from shardwright.planner.problem import (
+    build_problem,
+    build_template,
+    read_planning_shape,
+    resolve_compilation_on,
+)
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.search.best_first import search_layouts
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CASES = (
@@ -60,8 +65,9 @@ def measure(recipe: str, cluster: str, nodes: int) -> dict[str, object]:
         cluster_spec,
         load_efficiencies().get_efficiency(cluster_spec.accelerator),
     )
+    parsed = resolve_compilation_on(parsed, cluster_spec.accelerator)
     start_seconds = _read_user_seconds(resource.RUSAGE_SELF)
-    result = search_layouts(
+    result = search_run_layouts(
         predictor, build_problem(parsed, build_template(parsed), cluster_spec.num_gpus)
     )
     search_seconds = _read_user_seconds(resource.RUSAGE_SELF) - start_seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from shardwright.errors import InputError
 from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner import Candidate, predict
-from shardwright.planner.predictor import predict_rank_memory
+from shardwright.planner import Candidate, Predictor
+from shardwright.planner.memory_settings import predict_run
+from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.problem import describe_adapters
 from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.time.update_time import saves_casts
 
 if TYPE_CHECKING:
     from shardwright.doctor.examination import ExaminationRequest
@@ -118,37 +118,16 @@ def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
         compile=case.compile,
         working_weights="auto",
         compile_functions="auto",
+        is_loss_chunk_auto=True,
         has_masked_kernels=case.device == "cuda",
     )
 
 
-def resolve_memory_settings(
-    shape: ModelShape, candidate: Candidate, memory_bytes: float
-) -> Candidate:
-    """Choose tokens of a chunk of the loss, and working weights, as a run on an empty GPU does
-    (`training.memory_settings`)."""
-    from shardwright.training import memory_settings
-
-    def fits(changed: Candidate) -> bool:
-        needed = max(parts.total for parts in predict_rank_memory(shape, changed))
-        return needed <= memory_settings.USED_SHARE * memory_bytes
-
-    for chunk_tokens in memory_settings.LARGER_CHUNKS:
-        changed = replace(candidate, loss_chunk_tokens=chunk_tokens)
-        if chunk_tokens < 2 * candidate.micro_batch_tokens and fits(changed):
-            candidate = changed
-            break
-    copied = replace(candidate, working_weights=True)
-    is_copied = copied.has_working_weights and saves_casts(candidate, "gpu") and fits(copied)
-    return copied if is_copied else candidate
-
-
 def predict_step(shape: ModelShape, candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    """Predict seconds of a step in total and by part, tokens/s of all ranks, bytes of tensors and
-    reserved bytes on the fullest rank, and name the source of the rates."""
-    found = predict(
-        shape, candidate, cluster, load_efficiencies().get_efficiency(cluster.accelerator)
-    )
+    """Predict a step as `plan` does: seconds in total and by part, tokens/s of all ranks, bytes of
+    tensors and reserved bytes on the fullest rank, and the source of the rates."""
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
+    found = predict_run(Predictor(get_model_facts(shape), cluster, efficiency), candidate)
     return {
         "step_seconds": found.time.step,
         "tokens_per_second": found.tokens_per_second,
@@ -170,11 +149,7 @@ def predict_row(
         config: config.json of the model; default: that of the case's folder of weights.
     """
     shape = read_shape(config or read_model_config(case), case.lora_rank)
-    candidate = build_candidate(case, shape)
-    if cluster.accelerator.kind == "gpu":
-        memory_bytes = cluster.accelerator.memory_bytes
-        candidate = resolve_memory_settings(shape.base_shape, candidate, memory_bytes)
-    return predict_step(shape.base_shape, candidate, cluster)
+    return predict_step(shape.base_shape, build_candidate(case, shape), cluster)
 
 
 def describe_prediction(row: dict[str, Any]) -> str:

@@ -138,6 +138,7 @@ def rehearse(
         choose_planned_precision,
         resolve_expert_dispatch_here,
         resolve_recompute_here,
+        take_planned_memory,
     )
     from shardwright.rehearsal import rehearsal
 
@@ -145,10 +146,12 @@ def rehearse(
     choice = choose_planned_precision(loaded)
     on_start(choice)
     plan = complete_plan(loaded, placement, batch, choice)
-    plan = resolve_expert_dispatch_here(loaded, plan)
+    plan = resolve_recompute_here(loaded, resolve_expert_dispatch_here(loaded, plan))
+    loaded, plan, settings = take_planned_memory(loaded, plan)
     return rehearsal.rehearse(
         loaded,
-        resolve_recompute_here(loaded, plan),
+        plan,
+        settings=settings,
         device=device_type,
         should_run_each_rank=should_run_each_rank,
         on_report=on_report,

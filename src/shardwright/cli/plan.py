@@ -210,6 +210,7 @@ def _list_corrections(
 ) -> list[str]:
     """List the sentences about data and measurements that changed the predictions, or should."""
     lines = (
+        _describe_guess(cluster),
         cluster.core_shortage and f"warning: {cluster.core_shortage}",
         describe_correction(result, profile),
         result.row_summary,
@@ -217,6 +218,16 @@ def _list_corrections(
         result.expert_summary,
     )
     return [line for line in lines if line is not None]
+
+
+def _describe_guess(cluster: Cluster) -> str | None:
+    """Say that no rate of CPU ranks was measured; None on GPUs, and with a measured profile."""
+    if cluster.accelerator.kind != "cpu" or cluster.profile is not None:
+        return None
+    return (
+        f"rates are {cluster.rates_source}: `shardwright doctor --calibrate` measures them, and "
+        "--profile plans with them"
+    )
 
 
 def _build_no_layout_error(result: PlanningResult, cluster: Cluster) -> LayoutError:

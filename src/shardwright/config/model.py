@@ -95,6 +95,11 @@ class ModelSection(RecipeSection):
         return 1024 if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
 
     @property
+    def has_auto_loss_chunk(self) -> bool:
+        """True if a run chooses the tokens of a chunk of the loss by free memory."""
+        return self.loss_kernel == "chunked" and self.loss_chunk_tokens == "auto"
+
+    @property
     def is_pretrained(self) -> bool:
         """True if weights are loaded from `path`."""
         return self.init == "pretrained" or (self.init is None and self.path is not None)

@@ -15,9 +15,15 @@ from shardwright.errors import InputError, ShardwrightError
 from shardwright.launch.auto_layout import detect_cluster
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.engine_model import OPTIMIZER_COSTS
+from shardwright.planner.memory_settings import predict_run
+from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import predict
-from shardwright.planner.problem import build_plan_candidate, build_template
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import (
+    build_plan_candidate,
+    build_template,
+    resolve_compilation_on,
+)
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.plans import Plan, resolve_plan
@@ -76,14 +82,15 @@ class ChecklistContext:
             except InputError:
                 return None
         cluster = build_cluster(section, self.world_size)
-        plan = resolve_recompute(self.resolved_recipe, self.plan, cluster)
-        candidate = build_plan_candidate(self.resolved_recipe, plan)
-        return predict(
-            self.model_shape,
-            candidate,
+        recipe = resolve_compilation_on(self.resolved_recipe, cluster.accelerator)
+        plan = resolve_plan(recipe, self.model_shape, self.world_size)
+        plan = resolve_recompute(recipe, plan, cluster)
+        predictor = Predictor(
+            get_model_facts(self.model_shape),
             cluster,
             load_efficiencies().get_efficiency(cluster.accelerator),
         )
+        return predict_run(predictor, build_plan_candidate(recipe, plan))
 
     @cached_property
     def step_seconds(self) -> tuple[float, str] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from shardwright.doctor.finding import Finding
+from shardwright.hardware.host_cpu import read_core_quota
 from shardwright.units import GIB_BYTES, format_bytes
 
 SECTION = "host"
@@ -54,7 +55,7 @@ def read_host(name: str) -> Host:
         num_cores=len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
-        core_quota=_read_core_quota(),
+        core_quota=read_core_quota(),
         load_average=os.getloadavg()[0],
         memory_bytes=memory.total,
         available_bytes=memory.available,
@@ -72,19 +73,6 @@ def _read_number(path: str) -> int | None:
         return int(Path(path).read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _read_core_quota() -> float | None:
-    """Read the CPU limit of the control group, version 2 or 1, in cores."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        quota_us = _read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-        period_us = _read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-        if quota_us is None or quota_us <= 0 or not period_us:
-            return None
-        return quota_us / period_us
 
 
 def _read_container_limit_bytes(total_bytes: int) -> int | None:

@@ -127,6 +127,9 @@ class Cluster:
     inter: Link | None = None
     domain_size: int = 0
     profile: MeasuredProfile | None = field(default=None, hash=False, compare=False, repr=False)
+    num_host_cores: float | None = None
+    """Cores of this machine, if the rates of its CPU ranks are guessed from them
+    (`host_cpu.guess_host`)."""
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "num_nodes"):
@@ -171,6 +174,8 @@ class Cluster:
     def rates_source(self) -> str:
         """Source of the rates: data sheets, or a measured profile with its device and date."""
         profile = self.profile
+        if self.num_host_cores is not None:
+            return f"guessed from the {self.num_host_cores:g} cores of this machine"
         if profile is None:
             return "data sheets"
         counts = (
@@ -181,13 +186,14 @@ class Cluster:
 
     @property
     def core_shortage(self) -> str | None:
-        """Description of CPU ranks that share cores, by the profile's count; None if each has
-        its own, or if nobody has counted."""
-        cores = None if self.profile is None else self.profile.num_cores
+        """Description of CPU ranks that share cores, by the profile's count or this machine's;
+        None if each has its own, or if nobody has counted."""
+        source = "this machine" if self.profile is None else "measured profile"
+        cores = self.num_host_cores if self.profile is None else self.profile.num_cores
         if self.accelerator.kind != "cpu" or cores is None or self.gpus_per_node <= cores:
             return None
         return (
-            f"{self.gpus_per_node} ranks share the {cores:g} cores of a host (measured profile), "
+            f"{self.gpus_per_node} ranks share the {cores:g} cores of a host ({source}), "
             f"so steps take up to {self.gpus_per_node / cores:.1f} times as long as with a core "
             f"for each; plan at most {max(1, int(cores))} ranks per host"
         )

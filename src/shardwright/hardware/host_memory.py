@@ -13,6 +13,22 @@ _CGROUP_FILES = (
 )
 
 
+def read_total_memory() -> int | None:
+    """Read the bytes of this machine's memory, or of the container's limit if that is less; None
+    where that is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")]
+    for limit_path, _ in _CGROUP_FILES:
+        try:
+            limits.append(int(Path(limit_path).read_text()))
+        except (OSError, ValueError):  # no such cgroup, or the limit is `max`
+            continue
+    return min(limits, default=None)
+
+
 def read_available_memory() -> int | None:
     """Read how many bytes of host memory can be allocated; None where that is unknown.
 

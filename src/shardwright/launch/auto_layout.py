@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from shardwright.architecture import HFShape
 from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe import RecomputeSection
@@ -25,8 +26,16 @@ from shardwright.planner.auto_layout import (
     resolve_expert_dispatch,
     set_expert_dispatch,
 )
+from shardwright.planner.memory_settings import apply_memory_settings, resolve_on_empty_devices
+from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.problem import choose_precision_on
+from shardwright.planner.predictor import Predictor
+from shardwright.planner.problem import (
+    build_plan_candidate,
+    choose_precision_on,
+    resolve_compilation_on,
+)
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
 from shardwright.plans import Plan, PrecisionChoice
@@ -149,7 +158,7 @@ def choose_planned_precision(recipe: Recipe) -> PrecisionChoice | None:
     if recipe.precision.kind != "auto":
         return None
     if recipe.cluster is not None:
-        return choose_precision_on(parse_cluster(recipe.cluster.node).accelerator)
+        return choose_precision_on(build_cluster(recipe.cluster, 1).accelerator)
     if recipe.run.device == "cuda" and not torch.cuda.is_available():
         return PrecisionChoice(
             "bf16",
@@ -188,6 +197,32 @@ def resolve_recompute_here(recipe: Recipe, plan: Plan) -> Plan:
         cluster = build_cluster(detect_cluster(recipe, world_size, "recompute"), world_size)
     settled = recipe.model_copy(update={"precision": plan.precision})
     return resolve_recompute(settled, plan, cluster)
+
+
+def take_planned_memory(recipe: Recipe, plan: Plan) -> tuple[Recipe, Plan, tuple[str, ...]]:
+    """Resolve the settings that take free memory as a run on the recipe's cluster does, if it names
+    one of GPUs; also return a line for each.
+
+    Raises:
+        InputError: The catalogue does not know the cluster.
+    """
+    if recipe.cluster is None or isinstance(plan.shape, HFShape):
+        return recipe, plan, ()
+    cluster = build_cluster(recipe.cluster, plan.layout.world_size)
+    model = resolve_compilation_on(recipe, cluster.accelerator).model
+    settled = recipe.model_copy(update={"precision": plan.precision})
+    candidate = replace(
+        build_plan_candidate(settled, plan),
+        compile=bool(model.compile),
+        has_fused_functions=model.fused_pointwise == "compiled",
+    )
+    predictor = Predictor(
+        get_model_facts(plan.shape.base_shape),
+        cluster,
+        load_efficiencies().get_efficiency(cluster.accelerator),
+    )
+    resolved, lines = resolve_on_empty_devices(predictor, candidate)
+    return *apply_memory_settings(recipe, plan, candidate, resolved), lines
 
 
 def resolve_expert_dispatch_here(recipe: Recipe, plan: Plan) -> Plan:

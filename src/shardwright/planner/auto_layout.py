@@ -12,9 +12,11 @@ from shardwright.config.recipe import Recipe
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.host_cpu import guess_host
 from shardwright.hardware.measured_profile import load_profile
 from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
+from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -24,11 +26,11 @@ from shardwright.planner.problem import (
     build_template,
     choose_precision_on,
     read_planning_shape,
+    resolve_compilation_on,
     restrict_to_runnable,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
-from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.plans import Plan, resolve_precision
 from shardwright.units import format_bytes, format_seconds
@@ -42,9 +44,8 @@ def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
             node's devices.
     """
     profile = None if section.profile is None else load_profile(section.profile)
-    return resize_cluster(
-        parse_cluster(section.node, link=section.link, profile=profile), world_size
-    )
+    cluster = parse_cluster(section.node, link=section.link, profile=profile)
+    return resize_cluster(guess_host(cluster, section.node), world_size)
 
 
 def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:
@@ -61,6 +62,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
 
     resolved = resolve_precision(recipe, choose_precision_on(cluster.accelerator))
+    resolved = resolve_compilation_on(resolved, cluster.accelerator)
     problem = restrict_to_runnable(
         build_problem(recipe, build_template(resolved), world_size), shape
     )
@@ -77,7 +79,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     if "recompute" in recipe.model_fields_set and recipe.recompute_kind is not None:
         problem = replace(problem, recompute_kinds=(recipe.recompute_kind,))
     predictor = Predictor(facts, cluster, efficiency)
-    result = search_layouts(predictor, problem, num_layouts=1)
+    result = search_run_layouts(predictor, problem)
     chosen = result.chosen
     if chosen is None and "offload" not in recipe.model_fields_set:
         chosen = _choose_with_offload(predictor, problem)
@@ -130,7 +132,7 @@ def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Pla
     """
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     predictor = Predictor(get_model_facts(plan.shape.base_shape), cluster, efficiency)
-    candidate = replace(build_plan_candidate(recipe, plan), compile=plan.is_compiled)
+    candidate = build_plan_candidate(recipe, plan)
     chosen, reason = choose_expert_dispatch(predictor, candidate)
     return set_expert_dispatch(plan, chosen.layout.expert_dispatch, reason)
 
@@ -167,7 +169,7 @@ def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Pred
                 )
             ]
             results = [
-                search_layouts(predictor, replace(problem, template=template), num_layouts=1)
+                search_run_layouts(predictor, replace(problem, template=template), num_layouts=1)
                 for template in templates
             ]
             found = [result.chosen for result in results if result.chosen is not None]

@@ -136,6 +136,10 @@ class Candidate:
     """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:
     all layers."""
     loss_chunk_tokens: int | None = 1024
+    is_loss_chunk_auto: bool = False
+    """True if a run on a GPU may take more than `loss_chunk_tokens` (`planner.memory_settings`)."""
+    is_read_ahead_auto: bool = False
+    """The same for `ahead_bytes`."""
     expert_loads: ExpertRankLoads | None = None
     """Loads of expert-parallel ranks that a run logged. None: even loads."""
     attention_loads: AttentionLoads = ()

@@ -8,6 +8,7 @@ from shardwright.config.recipe import Recipe
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.host_cpu import guess_host
 from shardwright.hardware.measured_profile import load_profile
 
 
@@ -39,4 +40,5 @@ def choose_cluster(
             remedy="Give it, or set `cluster` in the recipe",
         )
     measured = None if profile is None else load_profile(Path(profile))
-    return parse_cluster(cluster, num_nodes=num_nodes, link=link, profile=measured)
+    parsed = parse_cluster(cluster, num_nodes=num_nodes, link=link, profile=measured)
+    return guess_host(parsed, cluster)

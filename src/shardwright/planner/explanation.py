@@ -9,11 +9,11 @@ from typing import Any
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.memory_settings import reset_memory_settings, search_run_layouts
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rejections import explain_conflict
-from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import SearchResult
 from shardwright.planner.search.space import PlanningProblem
@@ -32,6 +32,7 @@ def explain(predictor: Predictor, problem: PlanningProblem, result: SearchResult
         return []
     sentences: list[str | None] = [
         _explain_choice(result),
+        _explain_settings(predictor, problem, chosen),
         _explain_tensor_links(predictor, problem),
         _explain_micro_batches(predictor, problem),
         _explain_tensor_parallelism(predictor, problem, result),
@@ -65,6 +66,31 @@ def _explain_choice(result: SearchResult) -> str | None:
     return (
         f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
         "and is simpler; predictions are not that precise."
+    )
+
+
+def _explain_settings(
+    predictor: Predictor, problem: PlanningProblem, chosen: Prediction
+) -> str | None:
+    """Name the settings that a run on GPUs chooses, and compare those that take free memory with
+    the values that need the least. None on a CPU."""
+    if predictor.cluster.accelerator.kind == "cpu":
+        return None
+    candidate = chosen.candidate
+    lean = predictor.predict(reset_memory_settings(candidate, problem.template))
+    settings = [f"the loss in chunks of {candidate.loss_chunk_tokens:,} tokens"]
+    if candidate.has_working_weights:
+        settings.append("copies of weights in the compute precision")
+    if candidate.read_ahead_bytes:
+        settings.append(f"{format_bytes(candidate.read_ahead_bytes)} of moments read ahead")
+    blocks = "compiled" if candidate.compile else "not compiled"
+    sentence = f"Settings of `train`: blocks {blocks}, {', '.join(settings)}"
+    if lean.time == chosen.time:
+        return f"{sentence}; none takes free memory."
+    return (
+        f"{sentence}; free memory is taken for {format_seconds(lean.time.step - chosen.time.step)} "
+        f"per step ({format_bytes(chosen.memory.total)} instead of "
+        f"{format_bytes(lean.memory.total)})."
     )
 
 
@@ -230,7 +256,7 @@ def _explain_adapters(
     adapted = replace(
         problem, template=replace(problem.template, adapter=LowRankAdapter(EXAMPLE_LORA_RANK))
     )
-    best = search_layouts(predictor, adapted, num_layouts=1).chosen
+    best = search_run_layouts(predictor, adapted, num_layouts=1).chosen
     if best is None:
         return None
     return (
@@ -294,7 +320,7 @@ def _find_best(
             is_accepted(candidate) and (allowed is None or allowed(candidate))
         ),
     )
-    predictions = search_layouts(predictor, limited, num_layouts=1).predictions
+    predictions = search_run_layouts(predictor, limited, num_layouts=1).predictions
     return predictions[0] if predictions else None
 
 

@@ -17,6 +17,11 @@ from shardwright.planner.low_precision import (
     explain_missing_kernels,
     read_low_precision_section,
 )
+from shardwright.planner.memory_settings import (
+    predict_run,
+    reset_memory_settings,
+    search_run_layouts,
+)
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -27,6 +32,7 @@ from shardwright.planner.problem import (
     choose_precision_on,
     explain_missing_candidate,
     read_planning_shape,
+    resolve_compilation_on,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.efficiency import Efficiency
@@ -38,7 +44,6 @@ from shardwright.planner.rejections import (
     find_rejections,
 )
 from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
-from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
@@ -163,7 +168,7 @@ def plan_recipe(
     choice = None
     if recipe.precision.kind == "auto" and precision is None:
         choice = choose_precision_on(cluster.accelerator)
-    recipe = resolve_precision(recipe, choice)
+    recipe = resolve_compilation_on(resolve_precision(recipe, choice), cluster.accelerator)
     facts = get_model_facts(read_planning_shape(recipe))
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     template = replace(
@@ -173,7 +178,7 @@ def plan_recipe(
     # Raise for an unsupported precision before the search starts.
     predictor.get_rates(template.precision)
     problem = build_problem(recipe, template, cluster.num_gpus)
-    result = search_layouts(predictor, problem, num_layouts=num_layouts)
+    result = search_run_layouts(predictor, problem, num_layouts=num_layouts)
     candidate = build_recipe_candidate(recipe, template, cluster.num_gpus)
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
@@ -184,8 +189,9 @@ def plan_recipe(
     if not recipe.layout.auto and conflict is None and candidate is not None:
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
     elif recipe.layout.auto and chosen is not None:
-        _, choice_of_results, conflict = _choose_results(recipe, predictor, chosen.candidate)
-    own = None if candidate is None or conflict else predictor.predict(candidate)
+        lean = reset_memory_settings(chosen.candidate, template)  # the choice comes first in a run
+        _, choice_of_results, conflict = _choose_results(recipe, predictor, lean)
+    own = None if candidate is None or conflict else predict_run(predictor, candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
     num_proven = result.num_proven
     splits: tuple[ContextSplit, ...] = ()

@@ -83,7 +83,8 @@ def build_template(
     """Build a candidate with all settings of the recipe that are not searched, and a one-device
     layout.
 
-    `precision` overrides the recipe's; `auto` must be resolved before.
+    `precision` overrides the recipe's; `auto` must be resolved before. `auto` of `model.compile`
+    and `model.fused_pointwise` compiles nothing (`resolve_compilation_on`).
     """
     section = recipe.layout
     training = recipe.training
@@ -114,11 +115,11 @@ def build_template(
         if recipe.run.device == "cpu" or moved.optimizer == "host"
         else moved.bucket_bytes,
         ahead_bytes=moved.ahead_bytes,
+        is_read_ahead_auto=moved.read_ahead_bytes == "auto",
         resident_state_bytes=2 * moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         working_weights=recipe.working_weights,
-        # `auto` is decided by the device. Without compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,
         has_fused_functions=recipe.model.fused_pointwise == "compiled",
         compile_functions=recipe.model.compile_functions,
@@ -126,8 +127,8 @@ def build_template(
         attention=recipe.model.attention,
         has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
-        # `auto` takes more only if they fit.
         loss_chunk_tokens=recipe.model.smallest_loss_chunk,
+        is_loss_chunk_auto=recipe.model.has_auto_loss_chunk,
         reference=_choose_reference(recipe, adapter),
     )
 
@@ -142,6 +143,28 @@ def choose_precision_on(accelerator: Accelerator) -> PrecisionChoice:
     if accelerator.has_bf16_units:
         return PrecisionChoice("bf16", f"{accelerator.name} multiplies bf16 natively")
     return PrecisionChoice("fp32", f"{accelerator.name} has no bf16 units")
+
+
+_TRITON_VENDORS = ("NVIDIA", "AMD")
+_BEFORE_TRITON = ("Pascal",)
+"""Generations below compute capability 7.0 (`numerics.compilation`)."""
+
+
+def resolve_compilation_on(recipe: Recipe, accelerator: Accelerator) -> Recipe:
+    """Resolve `auto` of `model.compile` and `model.fused_pointwise` as a run on this device does if
+    Triton is installed there."""
+    is_compiling = (
+        accelerator.kind == "gpu"
+        and accelerator.vendor in _TRITON_VENDORS
+        and accelerator.generation not in _BEFORE_TRITON
+    )
+    model = recipe.model
+    has_compiled_blocks = is_compiling if model.compile == "auto" else model.compile
+    fused = model.fused_pointwise
+    if fused == "auto":
+        fused = "compiled" if is_compiling and not has_compiled_blocks else "none"
+    resolved = model.model_copy(update={"compile": has_compiled_blocks, "fused_pointwise": fused})
+    return recipe.model_copy(update={"model": resolved})
 
 
 def _choose_reference(recipe: Recipe, adapter: LowRankAdapter | None) -> ReferenceKind:
@@ -280,7 +303,12 @@ def _build_recipe_candidate(
 def build_plan_candidate(recipe: Recipe, plan: Plan) -> Candidate:
     """Describe the plan that runs as a candidate, without recomputation if it is not resolved."""
     recompute = "none" if plan.recompute == "auto" else plan.recompute
-    candidate = _complete_template(build_template(recipe), plan.layout, plan.batch, recompute)
+    template = replace(
+        build_template(recipe),
+        compile=plan.is_compiled,
+        has_fused_functions=plan.pointwise.kind == "compiled",
+    )
+    candidate = _complete_template(template, plan.layout, plan.batch, recompute)
     if plan.recompute != "mixed" or plan.recompute_choice is None:
         return candidate
     return replace(candidate, saved_results=plan.recompute_choice.layers)

@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.config.offload import OffloadTier
 from shardwright.layout import Layout
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
+from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.divisibility import explain_layout_conflict, list_divisors
@@ -91,6 +92,8 @@ def find_rejections(predictor: Predictor, problem: PlanningProblem) -> list[Reje
         prediction = predictor.predict(candidate)
         if not prediction.fits:
             change, changed = find_cheapest_change(predictor, problem, candidate)
+            if changed is not None:
+                changed = predict_run(predictor, changed.candidate)
             rejections.append(
                 Rejection(
                     name, _describe_memory(prediction), prediction.memory.total, change, changed

@@ -14,11 +14,11 @@ from math import sqrt
 
 from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
-from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.slowdown import StepSeconds, split_prediction
@@ -107,7 +107,7 @@ def replan(
     slowdown = fit_slowdown(facts, candidate, cluster, efficiency, measured, predict)
     predictor = Predictor(facts, *slowdown.apply(cluster, efficiency))
     now = predict(predictor, candidate).time.step + measured.input
-    found = search_layouts(predictor, problem, num_layouts=1).chosen
+    found = search_run_layouts(predictor, problem, num_layouts=1).chosen
     best = None if found is None else predict(predictor, found.candidate)
     if best is None or (best.time.step + measured.input) * (1 + EQUAL_STEP_SHARE) > now:
         return NewPlan(slowdown, None, None)

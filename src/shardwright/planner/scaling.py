@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
+from shardwright.hardware.host_cpu import divide_host
+from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -38,8 +40,12 @@ def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
         LayoutError: the number is not a multiple of a node's devices.
     """
     if num_gpus <= cluster.gpus_per_node:
+        accelerator = cluster.accelerator
+        if cluster.num_host_cores is not None:
+            accelerator = divide_host(accelerator, num_gpus / cluster.gpus_per_node)
         return replace(
             cluster,
+            accelerator=accelerator,
             gpus_per_node=num_gpus,
             num_nodes=1,
             domain_size=min(cluster.domain_size, max(1, num_gpus)),
@@ -67,7 +73,7 @@ def scale_devices(
     first: Prediction | None = None
     for num_gpus in gpu_counts:
         predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
-        prediction = search_layouts(
+        prediction = search_run_layouts(
             predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
         ).chosen
         first = first or prediction

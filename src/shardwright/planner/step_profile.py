@@ -33,6 +33,7 @@ from shardwright.errors import InputError
 from shardwright.hardware import Cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, OffloadKind
+from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.result import (
@@ -179,9 +180,9 @@ class StepCorrection:
     def _measured(self) -> dict[Candidate, tuple[TunedStep, Prediction]]:
         """Measured candidates of this workload, with their predictions of today."""
         return {
-            candidate: (step, self._predictor.predict(candidate))
+            prediction.candidate: (step, prediction)
             for step in self._steps
-            for candidate in [step.build_candidate(self._template)]
+            for prediction in [predict_run(self._predictor, step.build_candidate(self._template))]
         }
 
     @property

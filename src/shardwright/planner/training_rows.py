@@ -32,7 +32,7 @@ from shardwright.planner.context_loads import (
 )
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.result import SearchResult, select_simplest
+from shardwright.planner.search.result import SearchResult, recommend
 from shardwright.plans import compute_row_multiple
 from shardwright.units import format_seconds
 
@@ -279,8 +279,7 @@ def order_by_rows(
         (predict_rows(predictor, each.candidate, rows) for each in found),
         key=lambda each: each.time.step,
     )
-    roomy = [each for each in predictions if not each.is_tight]
-    return predictions, select_simplest(roomy or predictions)
+    return predictions, recommend(predictions)
 
 
 def _resize(candidate: Candidate, rows: MicroBatchRows) -> Candidate:

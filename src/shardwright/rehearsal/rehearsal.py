@@ -196,6 +196,7 @@ def rehearse(
     plan: Plan,
     *,
     device: RehearsalDevice = "cpu",
+    settings: Sequence[str] = (),
     should_run_each_rank: bool | None = None,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
 ) -> Rehearsal:
@@ -203,6 +204,7 @@ def rehearse(
 
     Args:
         device: device type of the fake tensors, from `choose_device`.
+        settings: lines about what a run on the recipe's cluster would choose by free memory.
         should_run_each_rank: rehearse every rank; default for at most `MAX_RANKS_WITHOUT_ROLES`
             ranks.
         on_report: called with every role's report when it is finished.
@@ -244,7 +246,7 @@ def rehearse(
         tuple(roles),
         tuple(reports),
         disagreement,
-        tuple(_list_assumptions(recipe, plan, device)),
+        (*settings, *_list_assumptions(recipe, plan, device)),
         device,
     )
 

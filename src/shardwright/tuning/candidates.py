@@ -18,6 +18,7 @@ from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware import Cluster
 from shardwright.planner.auto_layout import apply_candidate
 from shardwright.planner.candidate import Candidate, OffloadKind
+from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -280,7 +281,7 @@ class _CandidateSearch:
                     continue
                 if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
                     continue
-                prediction = self.predictor.predict(candidate)
+                prediction = predict_run(self.predictor, candidate)
                 resolve_degrees(self._apply(candidate), self.request.num_ranks)
             except InputError:
                 continue

@@ -17,6 +17,7 @@ from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import InputError, RunFailed
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.host_cpu import guess_host
 from shardwright.launch.auto_layout import (
     choose_compilation_here,
     choose_precision_here,
@@ -184,7 +185,7 @@ def _choose_cluster(recipe: Recipe, cluster: Cluster | None, num_ranks: int | No
         if uses_cuda:
             cluster = parse_cluster(detect_cluster(recipe, count).node)
         else:
-            cluster = parse_cluster(f"{count}xcpu")
+            cluster = guess_host(parse_cluster(f"{count}xcpu"), "cpu")
     count = num_ranks or cluster.gpus_per_node
     local = torch.cuda.device_count() if uses_cuda else count
     if count > min(cluster.gpus_per_node, local):

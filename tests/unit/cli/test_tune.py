@@ -188,7 +188,7 @@ def test_lines_of_trials(recipe: Path) -> None:
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[0].startswith(f"4 candidates of {candidates.num_overlapping} whose predicted")
-    assert "data sheet's rates" in lines[1]
+    assert "no measured rates" in lines[1]
     assert lines[2] == "the recipe's own settings are not tried: it is too large"
     assert "200 ms ±2% per step, predicted" in lines[3]
     assert lines[4].endswith("out of memory: rank 1 ran out of memory (earlier result)")

@@ -130,7 +130,7 @@ def make_diagnosis(
 def predict_for_cpus(recipe: Recipe, profile: Path | None) -> Prediction:
     """Predict the recipe for two CPUs as `train` and `plan` do."""
     cluster = build_cluster(
-        ClusterSection(node="2xCPU", profile=None if profile is None else str(profile)), 2
+        ClusterSection(node="2xEPYC-9654", profile=None if profile is None else str(profile)), 2
     )
     candidate = build_recipe_candidate(recipe, build_template(recipe), 2)
     assert isinstance(candidate, Candidate)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
 
 from shardwright.architecture import read_config
+from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
@@ -27,7 +30,7 @@ from shardwright.planner.search.result import (
     measure_complexity,
     select_simplest,
 )
-from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.search.space import CHEAPEST_EXECUTION, PlanningProblem, SearchSpace
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY
 from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.unit.planner import models
@@ -179,6 +182,37 @@ def test_the_search_finds_the_best_layouts(
         )
         assert result.chosen.time.step <= limit
         assert measure_complexity(result.chosen.candidate)[0] == simplest[0]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_costs_of_quantised_weights_are_those_of_each_sharding(
+    recipe: LowPrecisionRecipe, *, is_compiled: bool
+) -> None:
+    """Ranks that gather codes quantise their shards; the search shares costs of layers."""
+    shape = models.read_shape("llama")
+    shares = build_scaled_shares(shape, FP8Section(recipe=recipe))
+    template = Candidate(Layout(), 128, precision="fp8", scaled_shares=shares, compile=is_compiled)
+    predictor = Predictor(ModelFacts(shape), parse_cluster("2xH100-80GB"), SMALL)
+    problem = PlanningProblem(template, 2, 4)
+    truth = find_best_exhaustively(predictor, problem)
+    fastest = sorted(prediction.time.step for prediction in truth.values())
+    for num_layouts in (1, 2, 4):
+        result = search_layouts(
+            predictor, problem, num_layouts=num_layouts, max_extra_expansions=10**9
+        )
+        assert result.num_proven >= num_layouts
+        proven = result.predictions[:num_layouts]
+        assert [each.time.step for each in proven] == pytest.approx(fastest[:num_layouts])
+        for each in result.predictions:
+            assert each.time == predictor.predict(each.candidate).time
+    space = SearchSpace(predictor.facts, problem, 2)
+    costs = ChoiceCosts(predictor, problem, space)
+    for degrees in chain.from_iterable(space.list_degrees()):
+        bound = costs.get_layer_costs(degrees, CHEAPEST_EXECUTION).total_seconds
+        for sharding in space.list_shardings(degrees):
+            exact = costs.get_layer_costs(degrees, CHEAPEST_EXECUTION, sharding).total_seconds
+            assert bound <= exact
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:

@@ -191,7 +191,7 @@ def test_plan_reports_the_correction_in_one_line(
     assert path.is_relative_to(tmp_path)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(RECIPE))
-    words = ["plan", str(recipe), "--cluster", "2xcpu"]
+    words = ["plan", str(recipe), "--cluster", "2xEPYC-9654"]
     assert run([*words, "--json"]) == ExitCode.DONE
     before = json.loads(capsys.readouterr().out)
     assert before["num_measured_steps"] is None
@@ -210,7 +210,7 @@ def test_plan_reports_the_correction_in_one_line(
     output = capsys.readouterr()
     assert json.loads(output.out)["layouts"] == before["layouts"]
     assert "corrected" not in output.err
-    assert run([*words[:-1], "4xcpu", "--json"]) == ExitCode.DONE  # other hardware
+    assert run([*words[:-1], "4xEPYC-9654", "--json"]) == ExitCode.DONE  # other hardware
     assert json.loads(capsys.readouterr().out)["num_measured_steps"] is None
 
 

@@ -37,9 +37,8 @@ class TrialPrinter:
         )
         if cluster.accelerator.kind == "cpu" and cluster.profile is None:
             self._console.print(
-                "the predictions use the data sheet's rates of one CPU model; for better "
-                "candidates, measure this machine (doctor --calibrate), then set --cluster and "
-                "--profile"
+                "the predictions use no measured rates; for better candidates, measure this "
+                "machine (doctor --calibrate), then set --cluster and --profile"
             )
         if candidates.baseline_obstacle is not None:
             self._console.print(

@@ -80,11 +80,7 @@ def resolve_recompute(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
     if not isinstance(section, RecomputeSection):
         return plan
     check_choosable(plan.shape, plan.precision.kind)
-    candidate = replace(
-        build_plan_candidate(recipe, plan),
-        compile=plan.is_compiled,
-        has_fused_functions=plan.pointwise.kind == "compiled",
-    )
+    candidate = build_plan_candidate(recipe, plan)
     predictor = Predictor(
         get_model_facts(plan.shape.base_shape),
         cluster,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.low_precision import ScaledShares
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
@@ -38,6 +42,7 @@ class ChoiceCosts:
         self.problem = problem
         self.facts = predictor.facts
         self.space = space
+        self._bound_shares = _build_bound_shares(problem.template)
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
@@ -76,14 +81,26 @@ class ChoiceCosts:
         bounds = PipelineBoundModel(pipeline)
         return self._bounds.setdefault(bounds.key, bounds)
 
-    def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
-        """Return the cached costs of a micro-batch on the layers."""
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
+    def get_layer_costs(
+        self, degrees: Degrees, execution: ExecutionChoice, sharding: ShardingChoice | None = None
+    ) -> LayerCosts:
+        """Return the cached costs of a micro-batch on the layers; without `sharding` a lower
+        bound of those of all shardings."""
+        key: tuple[object, ...] = (
+            degrees.tp,
+            degrees.cp,
+            degrees.ep,
+            degrees.micro_batch_size,
+            execution,
+        )
+        if sharding is not None and self._bound_shares is not None:
+            key = (*key, degrees.data_ranks, sharding)
         costs = self._costs.get(key)
         if costs is None:
-            costs = self._costs[key] = self.predictor.compute_layer_costs(
-                self.space.build_candidate(degrees, execution)
-            )
+            candidate = self.space.build_candidate(degrees, execution, sharding)
+            if sharding is None and self._bound_shares is not None:
+                candidate = replace(candidate, scaled_shares=self._bound_shares)
+            costs = self._costs[key] = self.predictor.compute_layer_costs(candidate)
         return costs
 
     def get_activations(
@@ -175,3 +192,11 @@ class ChoiceCosts:
         return min(
             alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
         )
+
+
+def _build_bound_shares(template: Candidate) -> ScaledShares | None:
+    """Build shares for lower bounds; None if ZeRO does not change what a rank quantises."""
+    shares = template.quantised_shares
+    if shares is None or shares.code_gathers is None:
+        return None
+    return replace(shares, code_gathers=replace(shares.code_gathers, has_unknown_shards=True))

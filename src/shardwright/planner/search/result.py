@@ -50,6 +50,11 @@ def select_simplest(predictions: Sequence[Prediction]) -> Prediction | None:
     )
 
 
+def recommend(predictions: Sequence[Prediction]) -> Prediction | None:
+    """Return the simplest of the fastest layouts that are not tight, or of all if all are."""
+    return select_simplest([each for each in predictions if not each.is_tight] or predictions)
+
+
 def select_indistinguishable(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Return the predictions that are within `EQUAL_STEP_SHARE` of the fastest, itself
     included."""

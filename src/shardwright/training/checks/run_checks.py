@@ -81,6 +81,8 @@ class ValidatedRun:
     data: PreparedData
     total_steps: int
     frozen_names: frozenset[str]
+    planned_recipe: Recipe | None = None
+    """Recipe before a setting took free memory; None if none did."""
 
     @property
     def shape(self) -> ModelShape:

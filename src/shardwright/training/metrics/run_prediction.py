@@ -124,9 +124,8 @@ class PredictionComparison:
     validated_run: ValidatedRun
     prediction: Prediction
     rank_sync: RankSync
-    is_of_catalogue_cpu: bool = False
-    """True if a rank on some cores is predicted as a whole CPU of the catalogue. A slower step is
-    no surprise then."""
+    is_guessed: bool = False
+    """True if rates of CPU ranks are not measured. A slower step is no surprise then."""
     steps: list[RankStep] = field(default_factory=list)
 
     def add(self, times: RankStepTimes, memory_bytes: tuple[int, ...]) -> StepSlowdown | None:
@@ -154,7 +153,7 @@ class PredictionComparison:
             RankStep(row[0], row[1], dict(zip(own.waits, row[2:], strict=True))) for row in rows
         ]
         measured = combine_ranks(ranks, self.validated_run.plan.layout)
-        if self.is_of_catalogue_cpu or measured.step <= self.prediction.step_interval[1]:
+        if self.is_guessed or measured.step <= self.prediction.step_interval[1]:
             return None
         return find_slowdown(self.validated_run, self.prediction, measured)
 
@@ -171,9 +170,9 @@ class PredictionComparison:
                 f"; predicted memory {format_bytes(predicted_bytes)}, "
                 f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
             )
-        if self.is_of_catalogue_cpu:
+        if self.is_guessed:
             text += (
-                "; the time is that of a whole CPU of the catalogue per rank: measure these ranks "
+                "; rates of CPU ranks are guessed: measure these ranks "
                 "with `shardwright doctor --calibrate`, and name the file in cluster.profile"
             )
         return text
@@ -192,7 +191,7 @@ def compare_with_prediction(context: RankContext) -> PredictionComparison | None
         run,
         predicted,
         context.rank_sync,
-        is_of_catalogue_cpu=cluster.accelerator.kind == "cpu" and cluster.profile is None,
+        is_guessed=cluster.accelerator.kind == "cpu" and cluster.profile is None,
     )
 
 
@@ -270,11 +269,13 @@ def find_slowdown(
     candidate = prediction.candidate
     world_size = candidate.layout.world_size
     cluster = build_cluster(recipe.cluster, world_size)
+    # Another layout takes free memory of its own.
+    template = build_plan_candidate(validated_run.planned_recipe or recipe, validated_run.plan)
     problem = PlanningProblem(
-        candidate,
+        template,
         world_size,
         candidate.global_batch_size,
-        is_allowed=build_check(recipe, candidate),
+        is_allowed=build_check(recipe, template),
     )
     return StepSlowdown(
         measured.step,
