@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwright.parallel.clock_sync import SharedClock
+from shardwright.parallel.mesh import wait_for_gloo_threads
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.trace import RankTrace, merge_traces
 from shardwright.telemetry.trace_summary import (
@@ -70,6 +71,9 @@ class StepProfiler:
         # Without `acc_events` torch 2.11 warns that a second cycle would clear the events.
         with profile(activities=self._activities, acc_events=True) as recorded:
             yield
+            # A thread that records the end of an operation after the profiler has stopped writes
+            # to freed memory.
+            wait_for_gloo_threads()
         part = self._get_part_path(step, self._rank)
         try:
             part.parent.mkdir(parents=True, exist_ok=True)
