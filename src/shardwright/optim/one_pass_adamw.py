@@ -322,7 +322,7 @@ def _make_factor(gradient_factor: float | DeviceFactor, device: torch.device) ->
 
 def _advance_counts(steps: list[Tensor], gradient_factor: float | DeviceFactor) -> None:
     if isinstance(gradient_factor, DeviceFactor):
-        torch._foreach_add_(steps, gradient_factor.is_applied)
+        torch._foreach_add_(steps, 1 - gradient_factor.is_skipped)
     else:
         torch._foreach_add_(steps, 1)
 

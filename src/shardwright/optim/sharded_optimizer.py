@@ -205,8 +205,11 @@ class DeviceFactor(NamedTuple):
     """NaN if the step is skipped."""
     is_skipped: Tensor
     """1 or 0."""
-    is_applied: Tensor
-    """0 or 1."""
+
+    @classmethod
+    def from_value(cls, value: Tensor) -> DeviceFactor:
+        """Build a factor from its value, which is NaN if the step is skipped."""
+        return cls(value, value.isnan().float())
 
 
 class UpdateByPiece:

@@ -357,8 +357,7 @@ class _Clipping:
         is_applied = norm.isfinite()
         if rows_beyond_limit is not None:
             is_applied &= rows_beyond_limit == 0
-        value = torch.where(is_applied, factor, torch.nan).float()
-        return DeviceFactor(value, (~is_applied).float(), is_applied.float())
+        return DeviceFactor.from_value(torch.where(is_applied, factor, torch.nan).float())
 
 
 def _launch_before_wait(

@@ -121,9 +121,8 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
         if compiler and step % 2:
             optimizer.prepare_step()
         if compiler and optimizer.can_skip_on_device() and step >= SKIPPED_STEP:
-            factor = torch.tensor(float("nan") if is_skipped else 0.37)
-            optimizer.device_factor = DeviceFactor(
-                factor, torch.tensor(float(is_skipped)), torch.tensor(float(not is_skipped))
+            optimizer.device_factor = DeviceFactor.from_value(
+                torch.tensor(float("nan") if is_skipped else 0.37)
             )
         elif is_skipped:
             optimizer.discard_preparation()
@@ -131,7 +130,8 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
         elif compiler and optimizer.applies_factor:
             optimizer.gradient_factor = 0.37
         else:
-            torch._foreach_mul_([parameter.grad for parameter in weights.values()], 0.37)
+            gradients = [each.grad for each in weights.values() if each.grad is not None]
+            torch._foreach_mul_(gradients, 0.37)
         optimizer.step()
         for name, parameter in weights.items():
             if compiler and name in COPIED.get(rule, ()):
