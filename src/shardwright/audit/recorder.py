@@ -598,7 +598,12 @@ class _StepRecord:
         )
         self._optimizer = optimizer
         # Our optimizers multiply gradients in the update, which the check of the update notices.
-        factor = getattr(optimizer, "gradient_factor", 1.0)
+        on_device = getattr(optimizer, "device_factor", None)
+        factor = (
+            getattr(optimizer, "gradient_factor", 1.0)
+            if on_device is None
+            else float(on_device.value)
+        )
         for name, (_, parameter) in parameters.items():
             is_checked = name in self.values["parameters"] and self.recorder.projections is None
             if self.is_fsdp1 or not is_checked:

@@ -4,6 +4,7 @@ from shardwright.numerics.chunked_loss import ChunkedLoss, expect_loss_gradient
 from shardwright.numerics.gradient_clip import (
     GradientSquares,
     compute_clip_coefficient,
+    compute_clip_coefficient_on_device,
     compute_global_norm,
     scale_,
     sum_gradient_squares,

@@ -60,8 +60,8 @@ class FunctionCompiler:
 
         Args:
             name: function and dtypes, for the log; it identifies the choice.
-            make_sample: returns new arguments with the same values at every call. The caller marks
-                dims that vary between calls, there as in every call (`mark_dynamic`).
+            make_sample: returns new arguments with the same values at every call, with marks of
+                the dims that vary between calls (`mark_dynamic`). Those calls need no marks.
         """
         if name not in self._chosen:
             start_seconds = time.perf_counter()

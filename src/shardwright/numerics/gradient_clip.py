@@ -174,6 +174,11 @@ def compute_clip_coefficient(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm * (1.0 / (norm + 1e-6)))
 
 
+def compute_clip_coefficient_on_device(norm: Tensor, max_norm: float) -> Tensor:
+    """Compute the bits of `compute_clip_coefficient` from an fp64 norm, on its device."""
+    return (max_norm * (norm + 1e-6).reciprocal()).clamp(max=1.0)
+
+
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply gradients in place by one factor, in one fused pass per dtype.
 

@@ -20,6 +20,7 @@ from torch.optim.sgd import sgd
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.one_pass_adamw import OnePassAdamW
 from shardwright.optim.sharded_optimizer import (
+    DeviceFactor,
     ElementwiseUpdate,
     ParameterPiece,
     StateSpec,
@@ -69,9 +70,15 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         super().discard_preparation()
         self._rule.discard_preparation()
 
+    def can_skip_on_device(self) -> bool:
+        """Return True if torch's fused kernel and the one pass can update the prepared pieces."""
+        return bool(self.defaults["fused"]) and all(
+            piece.gradient.dtype == torch.float32 for piece in self._prepared or ()
+        )
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
-        self._rule.update(pieces, self.gradient_factor)
+        self._rule.update(pieces, self.device_factor or self.gradient_factor)
 
 
 class AdamWRule:
@@ -104,7 +111,9 @@ class AdamWRule:
         if self._one_pass is not None:
             self._one_pass.discard_preparation()
 
-    def update(self, pieces: Sequence[ParameterPiece], gradient_factor: float) -> None:
+    def update(
+        self, pieces: Sequence[ParameterPiece], gradient_factor: float | DeviceFactor
+    ) -> None:
         """Update pieces with their gradients times a factor."""
         for group, members in _collect_by_group(pieces):
             remaining = members
@@ -112,9 +121,17 @@ class AdamWRule:
                 remaining = self._one_pass.update(members, group, gradient_factor)
             scale_gradients(remaining, gradient_factor)
             if remaining:
-                self._run_kernels(remaining, group)
+                self._run_kernels(remaining, group, gradient_factor)
 
-    def _run_kernels(self, pieces: Sequence[ParameterPiece], group: dict[str, Any]) -> None:
+    def _run_kernels(
+        self,
+        pieces: Sequence[ParameterPiece],
+        group: dict[str, Any],
+        gradient_factor: float | DeviceFactor,
+    ) -> None:
+        is_skipped = (
+            gradient_factor.is_skipped if isinstance(gradient_factor, DeviceFactor) else None
+        )
         adamw(
             [piece.local for piece in pieces],
             [piece.gradient for piece in pieces],
@@ -131,6 +148,7 @@ class AdamWRule:
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=is_skipped,
         )
 
 

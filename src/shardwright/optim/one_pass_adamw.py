@@ -5,12 +5,15 @@ a cast. They read and write 8, 28 and 6 bytes per fp32 parameter and 16-bit copy
 
 A step count is on the device, and the host must not wait for it. So what depends on counts is
 computed there for all parameters together, a few numbers each.
+
+A call of a compiled function takes the host as long as several launches. So a call updates several
+tensors, each by a kernel of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwright.optim.exact_operations import CompileFunction, interpolate, multiply_add
-from shardwright.optim.sharded_optimizer import ParameterPiece, get_local_tensor
+from shardwright.optim.sharded_optimizer import DeviceFactor, ParameterPiece, get_local_tensor
 
 _MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Elements from which a tensor is worth a call of its own, which takes the host about 0.1 ms;
@@ -28,7 +31,11 @@ _ROW_ELEMENTS = 64
 otherwise, and a kernel on a GPU would read single numbers."""
 _ALIGNMENT_BYTES = 16
 """Alignment that compiled code expects."""
-_SAMPLE_SHAPE = (67, _ROW_ELEMENTS)
+_SAMPLE_ROWS = 67
+_MAX_TENSORS = 4
+"""Tensors of a call. The time of compiling grows with them."""
+_MAX_LENGTHS = 2
+"""Numbers of tensors, besides one, for which there is a graph."""
 
 
 class AdamWTensors(NamedTuple):
@@ -51,7 +58,7 @@ class AdamWNumbers(NamedTuple):
     decay: Tensor
     """fp32. On a CPU 1 - lr x weight decay, elsewhere -lr x weight decay."""
     gradient_factor: Tensor
-    """fp32."""
+    """fp32 on the parameter's device. NaN: nothing changes."""
     step: Tensor
     """Count of the update, for torch's kernel."""
     lr: Tensor
@@ -89,9 +96,11 @@ def update_in_one_pass(
     step_size, root_correction = numbers.rates[:2].unbind()
     denominator = square.sqrt() / root_correction + eps
     weights = weights - step_size * mean / denominator
+    is_skipped = numbers.gradient_factor.isnan()  # a choice costs no memory traffic
+    weights = torch.where(is_skipped, tensors.weights, weights)
     tensors.weights.copy_(weights)
-    tensors.mean.copy_(mean)
-    tensors.square.copy_(square)
+    tensors.mean.copy_(torch.where(is_skipped, tensors.mean, mean))
+    tensors.square.copy_(torch.where(is_skipped, tensors.square, square))
     if tensors.copy is not None:
         tensors.copy.copy_(weights)
 
@@ -125,13 +134,40 @@ def update_separately(
         tensors.copy.copy_(tensors.weights)
 
 
+def update_all_in_one_pass(
+    all_tensors: Sequence[AdamWTensors],
+    all_rates: Sequence[Tensor],
+    numbers: AdamWNumbers,
+    constants: AdamWConstants,
+) -> None:
+    """Update several parameters as `update_in_one_pass`, with these rates instead of those of
+    `numbers`."""
+    for tensors, rates in zip(all_tensors, all_rates, strict=True):
+        update_in_one_pass(tensors, numbers._replace(rates=rates), constants)
+
+
+def _update_all_separately(
+    all_tensors: Sequence[AdamWTensors],
+    _all_rates: Sequence[Tensor],
+    numbers: AdamWNumbers,
+    constants: AdamWConstants,
+) -> None:
+    """Update several parameters of one count as `update_separately`."""
+    for tensors in all_tensors:
+        update_separately(tensors, numbers, constants)
+
+
 class _PreparedUpdate(NamedTuple):
     """Arguments of a piece's update; the factor in its numbers is to be replaced."""
 
+    piece: ParameterPiece
     tensors: AdamWTensors
     numbers: AdamWNumbers
-    constants: AdamWConstants
-    function: Any
+
+    @property
+    def copy_dtype(self) -> torch.dtype | None:
+        """The dtype of the copy."""
+        return None if self.tensors.copy is None else self.tensors.copy.dtype
 
 
 class OnePassAdamW:
@@ -139,6 +175,10 @@ class OnePassAdamW:
 
     def __init__(self, compile_function: CompileFunction) -> None:
         self._compile_function = compile_function
+        self._functions: dict[tuple[torch.dtype | None, AdamWConstants, int], Any] = {}
+        """By dtype of the copies, constants and number of tensors; None if there is none."""
+        self._lengths: list[int] = []
+        """Numbers of tensors for which there is a graph, besides one."""
         self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
         """By the piece's id; None if the one pass does not apply."""
         self._numbers: dict[int, AdamWNumbers] = {}
@@ -161,63 +201,130 @@ class OnePassAdamW:
 
         It changes no state and waits for nothing.
         """
-        constants = _get_constants(group)
-        chosen: list[tuple[ParameterPiece, AdamWTensors, Any]] = []
+        chosen: list[tuple[ParameterPiece, AdamWTensors]] = []
         for piece in pieces:
             self._prepared[id(piece)] = (piece, None)
             tensors = _collect_tensors(piece)
-            function = None if tensors is None else self._find_function(tensors, constants)
-            if tensors is not None and function is not None:
-                chosen.append((piece, _mark_varying(tensors), function))
+            if tensors is not None:
+                chosen.append((piece, tensors))
         if not chosen:
             return
-        steps = [piece.state["step"] for piece, _, _ in chosen]
+        steps = [piece.state["step"] for piece, _ in chosen]
         if all(id(step) in self._numbers for step in steps):
             all_numbers = [self._numbers.pop(id(step)) for step in steps]
         else:
             all_numbers = _advance(steps, group)
-        for (piece, tensors, function), numbers in zip(chosen, all_numbers, strict=True):
-            prepared = _PreparedUpdate(tensors, numbers, constants, function)
-            self._prepared[id(piece)] = (piece, prepared)
+        for (piece, tensors), numbers in zip(chosen, all_numbers, strict=True):
+            self._prepared[id(piece)] = (piece, _PreparedUpdate(piece, tensors, numbers))
 
     def discard_preparation(self) -> None:
         """Forget what has been prepared; it holds gradients."""
         self._prepared.clear()
 
     def update(
-        self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any], gradient_factor: float
+        self,
+        pieces: Sequence[ParameterPiece],
+        group: Mapping[str, Any],
+        gradient_factor: float | DeviceFactor,
     ) -> list[ParameterPiece]:
         """Update pieces of one group, and return those that remain to be updated.
 
         Gradients stay as they are.
         """
         self.prepare([piece for piece in pieces if id(piece) not in self._prepared], group)
-        all_prepared = [self._prepared.pop(id(piece)) for piece in pieces]
-        chosen = [(piece, prepared) for piece, prepared in all_prepared if prepared is not None]
-        if not chosen:
-            return list(pieces)
-        torch._foreach_add_([piece.state["step"] for piece, _ in chosen], 1)
-        factor = torch.tensor(gradient_factor, dtype=torch.float32)
-        for piece, (tensors, numbers, constants, function) in chosen:
-            function(tensors, numbers._replace(gradient_factor=factor), constants)
-            if piece.copy is not None:
-                piece.copy.mark_current()
-        return [piece for piece, prepared in all_prepared if prepared is None]
+        constants = _get_constants(group)
+        remaining = []
+        by_copy: dict[torch.dtype | None, list[_PreparedUpdate]] = {}
+        for piece in pieces:
+            _, prepared = self._prepared.pop(id(piece))
+            if prepared is None:
+                remaining.append(piece)
+            else:
+                by_copy.setdefault(prepared.copy_dtype, []).append(prepared)
+        calls = []
+        for copy_dtype, members in by_copy.items():
+            for batch in self._split(members):
+                function = self._find_function(copy_dtype, constants, len(batch))
+                if function is None:
+                    remaining += [each.piece for each in batch]
+                else:
+                    calls.append((function, batch))
+        updated = [each for _, batch in calls for each in batch]
+        if not updated:
+            return remaining
+        _advance_counts([each.piece.state["step"] for each in updated], gradient_factor)
+        factor = _make_factor(gradient_factor, updated[0].tensors.weights.device)
+        for function, batch in calls:
+            function(
+                [each.tensors for each in batch],
+                [each.numbers.rates for each in batch],
+                batch[0].numbers._replace(gradient_factor=factor),
+                constants,
+            )
+        for each in updated:
+            if each.piece.copy is not None:
+                each.piece.copy.mark_current()
+        return remaining
 
-    def _find_function(self, tensors: AdamWTensors, constants: AdamWConstants) -> Any:
-        """Return the compiled function for these dtypes and constants; None if there is none."""
-        copy_dtype = None if tensors.copy is None else tensors.copy.dtype
-        name = (
-            f"AdamW in one pass (copy {copy_dtype}, betas {constants.beta1:g} and "
-            f"{constants.beta2:g}, eps {constants.eps:g})"
-        )
-        update = self._compile_function(
-            name.replace("torch.", "").replace("copy None", "no copy"),
-            update_in_one_pass,
-            update_separately,
-            partial(_make_sample, copy_dtype, constants),
-        )
-        return None if update is update_separately else update
+    def _split(self, members: Sequence[_PreparedUpdate]) -> Iterator[Sequence[_PreparedUpdate]]:
+        """Split into batches of one call each: the fewer different lengths, the fewer graphs."""
+        start = 0
+        while start < len(members):
+            batch = members[start : start + self._choose_length(len(members) - start)]
+            if _share_memory(batch):
+                batch = batch[:1]
+            yield batch
+            start += len(batch)
+
+    def _choose_length(self, num_members: int) -> int:
+        length = min(num_members, _MAX_TENSORS)
+        if length > 1 and length not in self._lengths and len(self._lengths) < _MAX_LENGTHS:
+            self._lengths.append(length)
+        return max((known for known in self._lengths if known <= length), default=1)
+
+    def _find_function(
+        self, copy_dtype: torch.dtype | None, constants: AdamWConstants, num_tensors: int
+    ) -> Any:
+        """Return the compiled function for this number of tensors; None if there is none."""
+        key = (copy_dtype, constants, num_tensors)
+        if key not in self._functions:
+            name = (
+                f"AdamW in one pass (tensors {num_tensors}, copy {copy_dtype}, betas "
+                f"{constants.beta1:g} and {constants.beta2:g}, eps {constants.eps:g})"
+            )
+            update = self._compile_function(
+                name.replace("torch.", "").replace("copy None", "no copy"),
+                update_all_in_one_pass,
+                _update_all_separately,
+                partial(_make_sample, *key),
+            )
+            self._functions[key] = None if update is _update_all_separately else update
+        return self._functions[key]
+
+
+def _share_memory(batch: Sequence[_PreparedUpdate]) -> bool:
+    """Return True if written tensors share memory: a graph is for one pattern of such views."""
+    written = [
+        tensor.untyped_storage().data_ptr()
+        for each in batch
+        for tensor in each.tensors
+        if tensor is not None and tensor is not each.tensors.gradient
+    ]
+    return len(set(written)) < len(written)
+
+
+def _make_factor(gradient_factor: float | DeviceFactor, device: torch.device) -> Tensor:
+    """Return the factor as a tensor on a device: always, because a graph is for one device."""
+    if isinstance(gradient_factor, DeviceFactor):
+        return gradient_factor.value
+    return torch.full((), gradient_factor, dtype=torch.float32, device=device)
+
+
+def _advance_counts(steps: list[Tensor], gradient_factor: float | DeviceFactor) -> None:
+    if isinstance(gradient_factor, DeviceFactor):
+        torch._foreach_add_(steps, 1 - gradient_factor.is_skipped)
+    else:
+        torch._foreach_add_(steps, 1)
 
 
 def _advance(steps: Sequence[Tensor], group: Mapping[str, Any]) -> list[AdamWNumbers]:
@@ -268,7 +375,7 @@ def compute_numbers(
         rates = _compute_rates_on_device(torch.stack(list(steps)), fp32_lr, constants)
         # Zero, not minus zero, without decay: it keeps the sign of weights that are zero.
         decay = 0.0 - fp32_lr * fp32_decay
-    factor = torch.tensor(gradient_factor, dtype=torch.float32)
+    factor = _make_factor(gradient_factor, steps[0].device)
     exact_lr, exact_decay = torch.tensor([lr, weight_decay], dtype=torch.float64)
     return [
         AdamWNumbers(rate, decay, factor, step, exact_lr, exact_decay)
@@ -302,33 +409,40 @@ def _compute_rates_on_device(
     return rates.unbind()
 
 
-def _mark_varying(tensors: AdamWTensors) -> AdamWTensors:
-    """Mark the number of rows as one that varies between calls: all numbers share a graph."""
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, 0)
-    return tensors
-
-
 def _make_sample(
-    copy_dtype: torch.dtype | None, constants: AdamWConstants, device: torch.device
-) -> tuple[AdamWTensors, AdamWNumbers, AdamWConstants]:
-    """Make a parameter with the moments of two updates, gradients of all sizes and some zeros."""
+    copy_dtype: torch.dtype | None,
+    constants: AdamWConstants,
+    num_tensors: int,
+    device: torch.device,
+) -> tuple[list[AdamWTensors], list[Tensor], AdamWNumbers, AdamWConstants]:
+    """Make parameters with the moments of two updates, gradients of all sizes and some zeros.
+
+    The number of rows varies between calls and differs between tensors: the compiler takes equal
+    sizes for one.
+    """
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(_SAMPLE_SHAPE, generator=generator).to(device)
-    magnitudes = 10.0 ** torch.randint(-12, 3, _SAMPLE_SHAPE, generator=generator)
-    copy = (
-        None if copy_dtype is None else torch.zeros(_SAMPLE_SHAPE, dtype=copy_dtype, device=device)
-    )
-    moments = (torch.zeros_like(weights), torch.zeros_like(weights))
+    all_tensors = []
+    for index in range(num_tensors):
+        shape = (_SAMPLE_ROWS + index, _ROW_ELEMENTS)
+        weights = torch.randn(shape, generator=generator).to(device)
+        copy = None if copy_dtype is None else torch.zeros_like(weights, dtype=copy_dtype)
+        moments = (torch.zeros_like(weights), torch.zeros_like(weights))
+        magnitudes = 10.0 ** torch.randint(-12, 3, shape, generator=generator).to(device)
+        all_tensors.append(AdamWTensors(weights, magnitudes, *moments, copy))
     step = torch.zeros((), device=device)
     group = {"lr": 3e-3, "weight_decay": 0.1}
+    all_magnitudes = [tensors.gradient.clone() for tensors in all_tensors]
     for _ in range(3):
-        gradient = torch.randn(_SAMPLE_SHAPE, generator=generator) * magnitudes
-        gradient[:, ::7] = 0.0
-        tensors = AdamWTensors(weights, gradient.to(device), *moments, copy)
+        for tensors, magnitudes in zip(all_tensors, all_magnitudes, strict=True):
+            drawn = torch.randn(magnitudes.shape, generator=generator).to(device)
+            tensors.gradient.copy_(drawn * magnitudes)
+            tensors.gradient[:, ::7] = 0.0
         step = step + 1
-        (numbers,) = compute_numbers([step], group, constants, 0.37)
+        numbers, *_ = all_numbers = compute_numbers([step] * num_tensors, group, constants, 0.37)
         if int(step) < 3:
-            update_separately(tensors, numbers, constants)
-    return _mark_varying(tensors), numbers, constants
+            _update_all_separately(all_tensors, [], numbers, constants)
+    for tensors in all_tensors:
+        for tensor in tensors:
+            if tensor is not None:
+                torch._dynamo.mark_dynamic(tensor, 0)
+    return all_tensors, [each.rates for each in all_numbers], numbers, constants

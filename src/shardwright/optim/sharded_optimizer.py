@@ -195,6 +195,23 @@ class UpdateUnit(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
+class DeviceFactor(NamedTuple):
+    """Factor of the gradients that the host does not know, nor whether the step is skipped.
+
+    fp32 tensors without dims on the device of the gradients.
+    """
+
+    value: Tensor
+    """NaN if the step is skipped."""
+    is_skipped: Tensor
+    """1 or 0."""
+
+    @classmethod
+    def from_value(cls, value: Tensor) -> DeviceFactor:
+        """Build a factor from its value, which is NaN if the step is skipped."""
+        return cls(value, value.isnan().float())
+
+
 class UpdateByPiece:
     """Step of an optimizer that has the methods of `PiecewiseOptimizer`."""
 
@@ -210,6 +227,8 @@ class UpdateByPiece:
     """True if the update multiplies gradients by `gradient_factor`; else its caller has done so."""
     gradient_factor = 1.0
     """Factor of the gradients in the next step."""
+    device_factor: DeviceFactor | None = None
+    """Replaces `gradient_factor` in the next step if `can_skip_on_device`."""
     find_copy: Callable[[Tensor], WeightCopy | None] | None = None
     """Finds the copy of a parameter that an update may write."""
     _prepared: Sequence[ParameterPiece] | None = None
@@ -225,6 +244,10 @@ class UpdateByPiece:
 
     def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Prepare the next update of these pieces: nothing, unless an optimizer overrides it."""
+
+    def can_skip_on_device(self) -> bool:
+        """Return True if the prepared step may find on the device that it changes nothing."""
+        return False
 
     def discard_preparation(self) -> None:
         """Forget what `prepare_step` has prepared, which holds the gradients: there is no step."""
@@ -247,6 +270,7 @@ class UpdateByPiece:
         for part in self.update_parts[len(parts) :]:
             part.end()
         self.gradient_factor = 1.0
+        self.device_factor = None
         self.discard_preparation()
 
     def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -383,9 +407,13 @@ class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
         return self.has_collectives
 
 
-def scale_gradients(pieces: Sequence[ParameterPiece], factor: float) -> None:
+def scale_gradients(pieces: Sequence[ParameterPiece], factor: float | DeviceFactor) -> None:
     """Multiply the gradients of pieces in place; a factor of 1 changes nothing."""
-    if pieces and factor != 1.0:
+    if not pieces:
+        return
+    if isinstance(factor, DeviceFactor):
+        torch._foreach_mul_([piece.gradient for piece in pieces], factor.value)
+    elif factor != 1.0:
         torch._foreach_mul_([piece.gradient for piece in pieces], factor)
 
 

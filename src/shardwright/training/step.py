@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import AXES, DATA_AXES
@@ -20,6 +20,7 @@ from shardwright.model import DropoutKey
 from shardwright.numerics import (
     LossScaler,
     compute_clip_coefficient,
+    compute_clip_coefficient_on_device,
     compute_global_norm,
     expect_loss_gradient,
     scale_,
@@ -27,12 +28,13 @@ from shardwright.numerics import (
 )
 from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import set_learning_rate
-from shardwright.optim.sharded_optimizer import UpdateByPiece
+from shardwright.optim.sharded_optimizer import DeviceFactor, UpdateByPiece
 from shardwright.parallel import ParallelModel
 from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
+from shardwright.training.host_reads import PendingRead, read_together
 from shardwright.training.metrics.expert_load import update_balance_biases
 from shardwright.training.metrics.profiling import mark_phase
 from shardwright.training.metrics.step_times import StepTimes
@@ -108,20 +110,6 @@ class StepLoss:
 def compute_mean_loss(loss_sum: float, count: float) -> float:
     """Divide a summed loss by its count; 0 without supervised tokens, not nan."""
     return loss_sum / (count if count > 0 else 1.0)
-
-
-def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Read tensors of one device in one copy, in fp64: the host waits for the device once.
-
-    Integers are exact up to 2^53.
-
-    Returns:
-        The elements of each tensor, flattened.
-    """
-    flat = [tensor.detach().reshape(-1).to(torch.float64) for tensor in tensors]
-    values = torch.cat(flat).tolist()
-    ends = list(accumulate(len(part) for part in flat))
-    return [values[end - len(part) : end] for part, end in zip(flat, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -232,16 +220,11 @@ def accumulate_gradients(
     set_rounding_step(model.decoder, seed, step)
     decoder = model.decoder
     expected = expect_loss_gradient(decoder.loss_function, scale, decoder.compute_dtype)
-    with (
-        mark_phase("forward and backward"),
-        agree_on_maxima(model.weight_maxima),
-        expected as gradient,
-    ):
+    with agree_on_maxima(model.weight_maxima), expected as gradient:
         loss_sum = model.forward_backward(micro_batches, arguments, gradient, times.mark)
-    with mark_phase("reduction"):
-        model.finish_gradients()
-        loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
-        routers, beyond_limit = _sum_router_tables(model)
+    model.finish_gradients()
+    loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+    routers, beyond_limit = _sum_router_tables(model)
     times.mark("reduction")
     return StepLoss(loss_sum, tokens, routers, count, beyond_limit)
 
@@ -282,7 +265,8 @@ def update_parameters(
 
     The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
     so on one. All ranks then skip the update. The host reads the norm to decide, which is the
-    only time in a step that it waits for the device; the update itself it only launches.
+    only time in a step that it waits for the device; the update itself it only launches. Where
+    the update can find on the device that it is skipped, it is launched before that wait.
 
     Args:
         learning_rate: Learning rate of this step, for every parameter group.
@@ -311,39 +295,35 @@ def update_parameters(
             if not isinstance(optimizer, OffloadedOptimizer):
                 set_learning_rate(optimizer, learning_rate)
                 optimizer.prepare_step()  # while the device computes the gradients
-        read_values: list[list[float]] = []
-        beyond_limit = 0
-        if rows_beyond_limit is not None:
-            (gradient_norm,), (number,), *read_values = read_together(
-                [norm, rows_beyond_limit, *read_along]
-            )
-            beyond_limit = int(number)
-        elif read_along:
-            (gradient_norm,), *read_values = read_together([norm, *read_along])
-        else:  # fake tensors of a rehearsal have a value for a scalar only
-            gradient_norm = float(norm)
+    tensors = [norm, *([] if rows_beyond_limit is None else [rows_beyond_limit]), *read_along]
+    clipping = _Clipping(loss_scale, max_grad_norm)
+    with mark_phase("update"):
+        pending = _launch_before_wait(model, optimizer, clipping, tensors, rows_beyond_limit)
+    if pending is not None:
+        values = pending.wait()
+    elif len(tensors) > 1:
+        values = read_together(tensors)
+    else:  # fake tensors of a rehearsal have a value for a scalar only
+        values = [[float(norm)]]
     check_nccl_groups()  # the device has computed the gradients
-    if beyond_limit:
+    (gradient_norm,), *read_values = values
+    if rows_beyond_limit is not None and (beyond_limit := int(read_values.pop(0)[0])):
         _drop_gradients(optimizer)
-        values = tuple(read_values)
-        return StepUpdate(gradient_norm, True, values, rows_beyond_limit=beyond_limit)
+        return StepUpdate(gradient_norm, True, tuple(read_values), rows_beyond_limit=beyond_limit)
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)
     with mark_phase("update"):
-        if not skipped:
-            factor = 1.0 / loss_scale
-            if max_grad_norm is not None:
-                factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
-            if factor != 1.0:
+        if not skipped and pending is None:
+            if (factor := clipping.compute_factor(gradient_norm)) != 1.0:
                 _scale_gradients(model, optimizer, factor)
             set_learning_rate(optimizer, learning_rate)
             model.invalidate_weights()
             optimizer.step()
             if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
                 optimizer.wait_for_update()
-            if router_table is not None:
-                update_balance_biases(model.decoder, router_table)
+        if not skipped and router_table is not None:
+            update_balance_biases(model.decoder, router_table)
         _drop_gradients(optimizer)
     if times is not None:
         times.mark("optimizer")
@@ -359,6 +339,58 @@ def _compute_norm(model: ParallelModel, loss_scale: float) -> Tensor:
         device=model.device,
     )
     return synchronise_norm(norm / loss_scale, lambda scalar: model.sum_over(scalar, AXES))
+
+
+@dataclass(frozen=True)
+class _Clipping:
+    """Factor of the gradients, from their norm: on the host, or on the device with equal bits."""
+
+    loss_scale: float
+    max_grad_norm: float | None
+
+    def compute_factor(self, norm: float) -> float:
+        """Compute the factor for a finite norm."""
+        factor = 1.0 / self.loss_scale
+        if self.max_grad_norm is not None:
+            factor *= compute_clip_coefficient(norm, self.max_grad_norm)
+        return factor
+
+    def find_on_device(self, norm: Tensor, rows_beyond_limit: Tensor | None) -> DeviceFactor:
+        """Compute the factor, and whether the step is skipped, without a wait for the device."""
+        factor = torch.full_like(norm, 1.0 / self.loss_scale)
+        if self.max_grad_norm is not None:
+            factor *= compute_clip_coefficient_on_device(norm, self.max_grad_norm)
+        is_applied = norm.isfinite()
+        if rows_beyond_limit is not None:
+            is_applied &= rows_beyond_limit == 0
+        return DeviceFactor.from_value(torch.where(is_applied, factor, torch.nan).float())
+
+
+def _launch_before_wait(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    clipping: _Clipping,
+    tensors: Sequence[Tensor],
+    rows_beyond_limit: Tensor | None,
+) -> PendingRead | None:
+    """Begin to read tensors, the norm first, and launch the update behind that copy.
+
+    Returns None, and does nothing, where the host must know whether the step is skipped.
+    """
+    norm, *_ = tensors
+    if not (
+        isinstance(optimizer, UpdateByPiece)
+        and optimizer.can_skip_on_device()
+        and norm.is_cuda
+        and not isinstance(norm, FakeTensor)
+        and model.trained_offload is None
+    ):
+        return None
+    pending = PendingRead(tensors)
+    optimizer.device_factor = clipping.find_on_device(norm, rows_beyond_limit)
+    model.invalidate_weights()
+    optimizer.step()
+    return pending
 
 
 def _pass_on(model: ParallelModel, optimizer: UpdateByPiece) -> None:

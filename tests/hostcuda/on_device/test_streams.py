@@ -20,9 +20,11 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import SaveFailed
 from shardwright.layout import Layout
 from shardwright.optim import build_optimizer
+from shardwright.optim.local_updates import AdamW
 from shardwright.optim.state import collect_optimizer_tensors
 from shardwright.training import step as training_step
-from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.training.host_reads import PendingRead
+from shardwright.training.step import StepUpdate, accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
 
@@ -145,38 +147,78 @@ def test_micro_batches_are_copied_from_pinned_memory_without_waiting() -> None:
         assert log.total() == number, log
 
 
+def run_updates(*, is_skipped: bool) -> tuple[Training, StepUpdate, list[torch.Tensor]]:
+    """Run two updates with clipping; a number of the second one's gradients may be a NaN.
+
+    Returns the training, the second update, and weights, moments and step counts.
+    """
+    training = Training()
+    training.accumulate()
+    training.update()
+    training.accumulate()
+    _, parameter = next(iter(training.model.named_parameters()))
+    assert parameter.grad is not None
+    if is_skipped:
+        parameter.grad.view(-1)[0] = float("nan")
+    is_alive = weakref.ref(parameter.grad)
+    update = update_parameters(
+        training.model,
+        training.optimizer,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=0.5,
+        read_along=[torch.full((2,), 7.0, device=training.model.device)],
+    )
+    assert is_alive() is None, "the preparation holds the gradient"
+    counts = [state["step"] for state in training.optimizer.state.values()]
+    return training, update, [*training.collect_state().values(), *counts]
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_an_update_that_is_launched_before_the_wait_has_the_bits_of_one_after_it(
+    is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    wait = PendingRead.wait
+    launch = AdamW.update_pieces
+    monkeypatch.setattr(PendingRead, "wait", lambda each: (calls.append("wait"), wait(each))[1])
+    monkeypatch.setattr(
+        AdamW, "update_pieces", lambda *arguments: (calls.append("launch"), launch(*arguments))[1]
+    )
+    _, update, found = run_updates(is_skipped=is_skipped)
+    assert calls == ["launch", "wait"] * 2
+    assert update.is_skipped == is_skipped
+    assert update.read_values == ([7.0, 7.0],)
+
+    calls.clear()
+    monkeypatch.setattr(AdamW, "can_skip_on_device", lambda _optimizer: False)
+    training, separate, expected = run_updates(is_skipped=is_skipped)
+    assert calls == ["launch"] * (1 if is_skipped else 2)
+    assert update.gradient_norm == separate.gradient_norm or is_skipped
+    assert {float(state["step"]) for state in training.optimizer.state.values()} == {
+        1.0 if is_skipped else 2.0
+    }
+    assert len(found) == len(expected)
+    for mine, wanted in zip(found, expected, strict=True):
+        assert torch.equal(mine.cpu(), wanted.cpu())
+
+
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_the_update_is_prepared_before_the_host_waits(
     is_skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = Training()
-    optimizer = training.optimizer
-    training.accumulate()
-    _, parameter = next(iter(training.model.named_parameters()))
-    gradient = parameter.grad
-    assert gradient is not None
-    if is_skipped:
-        gradient.view(-1)[0] = float("nan")
-    is_alive = weakref.ref(gradient)
-    del gradient
+    """Also where the host must know whether the step is skipped."""
     calls: list[str] = []
-    list_pieces = optimizer.list_pieces  # type: ignore[attr-defined]
+    list_pieces = AdamW.list_pieces
     read_together = training_step.read_together
     monkeypatch.setattr(
-        optimizer, "list_pieces", lambda: (calls.append("list pieces"), list_pieces())[1]
+        AdamW, "list_pieces", lambda each: (calls.append("list pieces"), list_pieces(each))[1]
     )
+    monkeypatch.setattr(AdamW, "can_skip_on_device", lambda _optimizer: False)
     monkeypatch.setattr(
         training_step,
         "read_together",
         lambda tensors: (calls.append("wait"), read_together(tensors))[1],
     )
-    update = update_parameters(
-        training.model,
-        optimizer,
-        learning_rate=LEARNING_RATE,
-        max_grad_norm=0.5,
-        read_along=[torch.zeros((), device=training.model.device)],
-    )
+    _, update, _ = run_updates(is_skipped=is_skipped)
     assert update.is_skipped == is_skipped
-    assert calls == ["list pieces", "wait"]
-    assert is_alive() is None, "the preparation holds the gradient"
+    assert calls == ["list pieces", "list pieces", "wait"]

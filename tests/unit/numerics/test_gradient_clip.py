@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwright.layout import Layout, ParameterLayout, RankGrid, Shard
 from shardwright.numerics.gradient_clip import (
     compute_clip_coefficient,
+    compute_clip_coefficient_on_device,
     compute_global_norm,
     scale_,
 )
@@ -299,10 +300,11 @@ def test_coefficient_has_torchs_margin() -> None:
     assert compute_clip_coefficient(1e-6, 1e-6) == pytest.approx(0.5)
 
 
-def test_the_coefficient_on_the_host_has_the_bits_of_torchs() -> None:
+def test_coefficients_on_host_and_device_have_the_bits_of_torchs() -> None:
     for norm in torch.rand(1000, dtype=torch.float64) * 10:
         expected = (0.7 / (norm + 1e-6)).clamp(max=1.0)
         assert compute_clip_coefficient(norm.item(), 0.7) == expected.item()
+        assert torch.equal(compute_clip_coefficient_on_device(norm, 0.7), expected)
 
 
 def test_zero_norm_stays_zero() -> None:

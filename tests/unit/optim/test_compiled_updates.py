@@ -27,6 +27,7 @@ from shardwright.optim import (
     quantised_update,
     set_learning_rate,
 )
+from shardwright.optim.sharded_optimizer import DeviceFactor
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -53,9 +54,12 @@ COPIED = {
     "muon": ("embedding", "row"),
 }
 """Parameters whose copies are written by an update, and at once: the others are too small."""
-NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2, "adamw": 1, "muon": 1}
-NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2, "adamw": 1, "muon": 1}
-"""8-bit AdamW has one before and one after the square root, which PyTorch computes on a CPU."""
+SKIPPED_STEP = 3
+NUM_GRAPHS = {"adamw_8bit": 1, "adafactor": 2, "adamw": 2, "muon": 1}
+"""AdamW updates four parameters by a call for three and one for one, Muon two by one call."""
+NUM_KERNELS = {"adamw_8bit": 2, "adafactor": 2, "adamw": 2, "muon": 1}
+"""8-bit AdamW has one before and one after the square root, which PyTorch computes on a CPU. The
+tensors of a call share one."""
 
 
 class Model(SingleProcessModel):
@@ -76,12 +80,16 @@ def require_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(obstacle)
     monkeypatch.setattr(quantised_update, "_CPU_CHUNK_ELEMENTS", 4000)
     monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cpu", 4096)
+    monkeypatch.setattr(one_pass_adamw, "_MAX_TENSORS", 3)
     torch._dynamo.reset()
     counters.clear()
 
 
 def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
-    """Train for four steps; return weights, their copies in bf16, and states."""
+    """Train for four steps; return weights, their copies in bf16, and states.
+
+    Another step is skipped: by the compiled update, if it can, or by the caller.
+    """
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
@@ -100,7 +108,7 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
         compile_function=compiler,
     )
     optimizer.find_copy = copies.get
-    for step in range(4):
+    for step in range(5):
         for copy in copies.values():
             copy.mark_changed()
         for parameter in weights.values():
@@ -109,12 +117,21 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
             parameter.grad = (gradient.mT * sizes).mT if gradient.ndim == 2 else gradient
             parameter.grad[:1] *= step % 2
         set_learning_rate(optimizer, 0.03 / (step + 1))
+        is_skipped = step == SKIPPED_STEP
         if compiler and step % 2:
             optimizer.prepare_step()
-        if compiler and optimizer.applies_factor:
+        if compiler and optimizer.can_skip_on_device() and step >= SKIPPED_STEP:
+            optimizer.device_factor = DeviceFactor.from_value(
+                torch.tensor(float("nan") if is_skipped else 0.37)
+            )
+        elif is_skipped:
+            optimizer.discard_preparation()
+            continue
+        elif compiler and optimizer.applies_factor:
             optimizer.gradient_factor = 0.37
         else:
-            torch._foreach_mul_([parameter.grad for parameter in weights.values()], 0.37)
+            gradients = [each.grad for each in weights.values() if each.grad is not None]
+            torch._foreach_mul_(gradients, 0.37)
         optimizer.step()
         for name, parameter in weights.items():
             if compiler and name in COPIED.get(rule, ()):
@@ -125,7 +142,12 @@ def train(rule: str, compiler: FunctionCompiler | None) -> dict[str, Tensor]:
         else parameter.to(torch.bfloat16)
         for name, parameter in weights.items()
     }
-    return weights | tensors | collect_optimizer_tensors(optimizer, weights.items())
+    moments = collect_optimizer_tensors(optimizer, weights.items())
+    counts = {
+        f"count of {name}": optimizer.state[parameter]["step"]
+        for name, parameter in weights.items()
+    }
+    return weights | tensors | moments | counts
 
 
 def list_compiler_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
