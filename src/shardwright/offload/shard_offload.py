@@ -43,9 +43,10 @@ class ShardOffload(ParameterOffload):
         self._finished_names: set[str] = set()
         """Weights whose gradients the running pass has finished."""
         self._reduced: int | None = None
-        """Unit whose gradients FSDP2 reduces, or has reduced last."""
-        self._next_reduced: dict[int, int] = {}
-        """Unit whose gradients were last reduced after those of each unit."""
+        """Unit whose gradients FSDP2 has reduced last in the running pass."""
+        self._next_reduced: dict[int | None, int] = {}
+        """Unit whose gradients were last reduced after those of each unit; first in a pass after
+        None."""
         self._expected: int | None = None
         """Unit whose gradients return before FSDP2 reduces them."""
 
@@ -130,6 +131,9 @@ class ShardOffload(ParameterOffload):
         each gradient."""
         super().begin_backward(finish, completed_layers, is_deferring=is_deferring)
         self._finished_names.clear()
+        self._reduced = None
+        if not is_deferring:
+            self._expect_gradients()
         self._is_backward = True
 
     def end_backward(self) -> None:
@@ -137,6 +141,9 @@ class ShardOffload(ParameterOffload):
         left, but for the last unit's."""
         for unit in sorted(self._blocks.keys() & set(self._completed_layers)):
             self._finish_stored_gradients(unit)
+        if self._expected is not None:  # no reduction has followed
+            self._blocks[self._expected].drop_gradients()
+            self._expected = None
         for unit in self._blocks.keys() - {self._last_stored}:
             self._finish_gradient_writes(unit)
         self._is_backward = False
@@ -163,23 +170,27 @@ class ShardOffload(ParameterOffload):
         """
         block = self._blocks[unit]
         if unit != self._reduced:
-            if self._reduced is not None:
-                self._next_reduced[self._reduced] = unit
+            self._next_reduced[self._reduced] = unit
             if self._expected is not None and self._expected != unit:
                 self._blocks[self._expected].drop_gradients()
             for other in self._blocks.keys() - {self._last_stored}:
                 self._finish_gradient_writes(other)
             self._reduced = unit
-            self._expected = self._next_reduced.get(unit)
         block.bring_gradients(
             self.store, [item for item in block.members if item.parameter in parameters]
         )
-        if self._expected is not None:
-            expected = self._blocks[self._expected]
-            expected.launch_gradients(
-                self.store,
-                [item for item in expected.members if item.name not in self._finished_names],
-            )
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Start to bring the gradients of the unit that is reduced next in this pass."""
+        self._expected = self._next_reduced.get(self._reduced)
+        if self._expected is None:
+            return
+        expected = self._blocks[self._expected]
+        expected.launch_gradients(
+            self.store,
+            [item for item in expected.members if item.name not in self._finished_names],
+        )
 
     def _finish_gradient_writes(self, unit: int) -> None:
         block = self._blocks[unit]
