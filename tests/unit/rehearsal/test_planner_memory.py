@@ -105,10 +105,7 @@ FROZEN_ON_DISK = {
     "offload": {"parameters": "disk", "optimizer": "host"},
 }
 TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
-DEEP_TRAINED = TRAINED_ON_DISK | {
-    "model": {"config": models.CONFIGS["llama"] | {"num_hidden_layers": 8}}
-}
-WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK, DEEP_TRAINED)
+WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
 FUSED = {"model": {"fused_pointwise": "compiled"}}
 WHOLE_LOGITS = {
     "model": {
@@ -425,22 +422,7 @@ LONG_CASES = [
         sections=TRAINED_ON_DISK,
     ),
     Case("llama", Layout(pp=2, dp_shard=2, zero_stage=3), steps=4, sections=TRAINED_ON_DISK),
-    *(
-        Case("llama", Layout(pp=2, schedule=schedule), 4, recompute, sections=sections, rank=rank)
-        for schedule, recompute, sections in (
-            ("zb_h1", "none", TRAINED_ON_DISK),
-            ("zb_h1", "full", DEEP_TRAINED),
-            ("zbv", "none", DEEP_TRAINED),
-            ("dualpipev", "full", DEEP_TRAINED),
-        )
-        for rank in range(2)
-    ),
-    Case(
-        "llama",
-        Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zb_h1"),
-        steps=4,
-        sections=TRAINED_ON_DISK,
-    ),
+    Case("llama", Layout(pp=2, schedule="zb_h1"), steps=4, sections=TRAINED_ON_DISK),
     Case("gpt2", Layout(dp_shard=2, zero_stage=3), kind="fp32", sections=TRAINED_ON_DISK),
     Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
     Case(
