@@ -13,7 +13,7 @@ from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import AXES, Layout
 from shardwright.schedule import count_stages_per_rank
 from shardwright.verification.cases import VerificationCase
-from shardwright.verification.grid import NUM_GRID_LAYERS, GridCell, list_offloads
+from shardwright.verification.grid import GRID_OFFLOADS, NUM_GRID_LAYERS, GridCell
 
 NUM_COVERING_LAYERS = 2
 """Layers of a chosen cell with at most two stages: a first and a last one."""
@@ -38,7 +38,7 @@ def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     cells = [
         replace(cell, offload=offload, num_layers=choose_num_layers(cell.layout, offload))
         for cell in dict.fromkeys(cells)
-        for offload in (NOT_OFFLOADED, *list_offloads(cell.layout))
+        for offload in (NOT_OFFLOADED, *GRID_OFFLOADS)
     ]
     costs = {cell: estimate_cost(cell) for cell in cells}
     uncovered = set().union(*(list_pairs(cell) for cell in cells))

@@ -13,10 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
+from shardwright.architecture import read_config
 from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
+from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.layout import RankGrid
+from shardwright.model.hf.hf_folder import write_hf_folder
+from shardwright.model.weight_init import initialise_parameter
 from shardwright.offload import OffloadedOptimizer, ParameterOffload
 from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
 from shardwright.optim.sharded_optimizer import get_local_tensor
@@ -27,8 +31,10 @@ from tests import forked
 from tests.multiprocess import limited_weights
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_offload import DENSE, NUM_STEPS, RATE, RULES, SPARSE, build_recipe
+from tests.unit.training.finished import ALPHABET
 
 DEEP = DENSE | {"num_hidden_layers": 4}
+DEEP_SPARSE = SPARSE | {"num_hidden_layers": 8}
 BROAD = DENSE | {"hidden_size": 256, "head_dim": 128, "intermediate_size": 256}
 BROAD |= {"max_position_embeddings": 128}
 """Half of each matrix is whole blocks of 128."""
@@ -57,6 +63,28 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "training": ACCUMULATED,
     },
     "gpipe": {"layout": {"pp": 2, "schedule": "gpipe"}},
+    "zb_h1": {"layout": {"pp": 2, "schedule": "zb_h1"}, "training": ACCUMULATED},
+    "zb_h1 x dp2, frozen": {
+        "model": {"config": DEEP_SPARSE, "freeze": ["*self_attn*"]},
+        "layout": {"pp": 2, "dp_replicate": 2, "schedule": "zb_h1"},
+    },
+    "zbv": {
+        "model": {"config": DEEP_SPARSE},
+        "layout": {"pp": 2, "schedule": "zbv"},
+        "recompute": "full",
+        "training": ACCUMULATED,
+    },
+    "dualpipev": {
+        "model": {"config": DEEP_SPARSE},
+        "layout": {"pp": 2, "schedule": "dualpipev"},
+        "precision": "bf16",
+        "training": ACCUMULATED,
+    },
+    "zbv x tp2": {"layout": {"pp": 2, "tp": 2, "schedule": "zbv"}, "recompute": "selective"},
+    "tp2 x dp2, pruned": {"layout": {"tp": 2, "dp_replicate": 2}},
+    "zb_h1 x zero2, pruned": {
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 2, "schedule": "zb_h1"}
+    },
     "tp2 x dp2": {"layout": {"tp": 2, "dp_replicate": 2}},
     "zero1": {"layout": {"dp_shard": 2, "zero_stage": 1}},
     "zero1, accumulated": {"layout": {"dp_shard": 2, "zero_stage": 1}, "training": ACCUMULATED},
@@ -130,6 +158,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3, "wrap_blocks": 2},
         "training": ACCUMULATED,
     },
+    "zb_h1 x zero3": {
+        "model": {"config": DEEP_SPARSE},
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 3, "schedule": "zb_h1"},
+        "precision": "bf16",
+    },
+    "zbv x zero1": {
+        "model": {"config": DEEP | {"num_hidden_layers": 8}},
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 1, "schedule": "zbv"},
+    },
+    "zbv x ep2 x zero3 by twos": {
+        "model": {"config": DEEP_SPARSE},
+        "layout": {
+            "pp": 2,
+            "dp_shard": 2,
+            "ep": 2,
+            "zero_stage": 3,
+            "schedule": "zbv",
+            "wrap_blocks": 2,
+        },
+        "recompute": "full",
+    },
+    "dualpipev x zero2": {
+        "model": {"config": DEEP | {"num_hidden_layers": 8}},
+        "layout": {"pp": 2, "dp_shard": 2, "zero_stage": 2, "schedule": "dualpipev"},
+        "training": ACCUMULATED,
+    },
     "hsdp": {"layout": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3}},
     "hsdp, accumulated": {
         "layout": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 2},
@@ -148,13 +202,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 WORLD_SIZES = {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
+WORLD_SIZES |= {"tp2 x dp2, pruned": 4, "zb_h1 x zero2, pruned": 4}
 WORLD_SIZES |= {"pp2": 2, "pp2 x dp2": 4, "interleaved": 2, "gpipe": 2}
+WORLD_SIZES |= {"zb_h1": 2, "zb_h1 x dp2, frozen": 4, "zbv": 2, "dualpipev": 2, "zbv x tp2": 4}
 WORLD_SIZES |= {"zero1": 2, "zero1, accumulated": 2, "zero2": 2, "zero3": 2, "zero3 in bf16": 2}
 WORLD_SIZES |= {"zero3 in mxfp8": 2, "zero2 in blockwise": 2, "zero3 in nvfp4": 2}
 WORLD_SIZES |= {"tp2 in fp8": 2, "tp2 x zero3 in fp8": 4, "pp2 in tensorwise": 2}
 WORLD_SIZES |= {"zero3 by twos": 2, "zero3, frozen": 2, "zero3 over 3": 3, "cp2 x zero2": 2}
 WORLD_SIZES |= {"tp2 x zero3": 4, "ep2 x zero1": 2, "ep2 x zero3": 4}
 WORLD_SIZES |= {"pp2 x zero1": 4, "pp2 x zero3": 4, "interleaved x zero2": 4}
+WORLD_SIZES |= {"zb_h1 x zero3": 4, "zbv x zero1": 4, "zbv x ep2 x zero3 by twos": 4}
+WORLD_SIZES |= {"dualpipev x zero2": 4}
 WORLD_SIZES |= {"pp2 x zero3 by twos": 4, "hsdp": 4, "hsdp, accumulated": 4}
 SHORT = (
     ("one rank", "sgd"),
@@ -163,7 +221,25 @@ SHORT = (
     ("tp2", "muon"),
     ("zero3 in mxfp8", "adafactor"),
     ("hsdp", "adamw_8bit"),
+    ("dualpipev", "sgd"),
+    ("zb_h1 x zero2, pruned", "muon"),
 )
+
+
+def write_pruned_model(folder: Path) -> str:
+    """Write a model of `DEEP` in which every third element of each matrix is zero."""
+    shape = read_config(DEEP | {"vocab_size": len(set(ALPHABET))})
+    specs = {spec.name: spec for spec in shape.list_parameters()}
+
+    def prune(name: str) -> Tensor:
+        weights = initialise_parameter(specs[name], 0, dtype=torch.float32)
+        if weights.ndim > 1:
+            weights.view(-1)[::3] = 0.0
+        return weights
+
+    tokenizer = CharacterTokenizer("".join(sorted(set(ALPHABET))))
+    write_hf_folder(folder / "base", shape, prune, dtype=torch.float32, tokenizer=tokenizer)
+    return str(folder / "base")
 
 
 def train_steps(
@@ -237,6 +313,8 @@ def test_five_steps_have_the_bits_of_resident_weights(
     ranks: RankPool, tmp_path: Path, name: str, rule: str
 ) -> None:
     sections = {"model": {"config": DEEP}, "optimizer": RULES[rule]} | LAYOUTS[name]
+    if name.endswith("pruned"):
+        sections["model"] = {"path": write_pruned_model(tmp_path), "keep_zeros": True}
     recipe = build_recipe(tmp_path, sections)
     world_size = WORLD_SIZES.get(name, 1)
     validate_run(recipe, world_size)  # tokenises once

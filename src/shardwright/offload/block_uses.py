@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from shardwright.model.block import Block
 
-Phase = Literal["forward", "inference", "backward"]
+Phase = Literal["forward", "inference", "backward", "input gradients", "weight gradients"]
 Use = tuple[int, Phase]
-"""Layer of a block and what it computes; `inference` is a forward pass without gradients."""
+"""Layer of a block and what it computes; `inference` is a forward pass without gradients. The last
+two are the parts of a split backward pass."""
 
 
 class BlockUses:
     """Base class that calls `_fetch` when a block begins to compute, with a guess of the next."""
 
     def __init__(self) -> None:
+        self._backward_phase: Literal["backward", "input gradients"] = "backward"
         self._layers: list[int] = []
         self._successors: dict[Use, Use] = {}
         """Use that last followed each use."""
@@ -39,7 +41,7 @@ class BlockUses:
 
         def prepare_backward(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
             if output.requires_grad:
-                output.register_hook(lambda _gradient: self._use(layer, "backward"))
+                output.register_hook(lambda _gradient: self._use(layer, self._backward_phase))
 
         # Before the hooks of others, which may read the weights' addresses.
         block.register_forward_pre_hook(begin_forward, prepend=True)
@@ -57,7 +59,7 @@ class BlockUses:
         if use in self._successors:
             return self._successors[use]
         layer, phase = use
-        index = self._layers.index(layer) + (-1 if phase == "backward" else 1)
+        index = self._layers.index(layer) + (-1 if phase in ("backward", "input gradients") else 1)
         return (self._layers[index], phase) if 0 <= index < len(self._layers) else None
 
     def _fetch(self, use: Use, following: Use | None) -> None:

@@ -5,6 +5,11 @@ are away. They arrive before the block's forward and backward pass and before it
 leave after it; only the update changes them, so only then are they written. Gradients leave when
 the block's backward pass has ended, and return for the next micro-batch, which adds to them, and
 for the update (docs/decisions/0102-offloaded-trained-parameters.md).
+
+[Note: split backward passes] Under I a block needs its weights, and those gradients that I
+computes: experts', whose products are not deferred. Under W it needs the other gradients, and no
+weights. Which gradients I computes is learnt. One that has not been brought is completed when it
+leaves (docs/decisions/0223-offloaded-weights-and-split-backward-passes.md).
 """
 
 from __future__ import annotations
@@ -51,8 +56,12 @@ class ParameterOffload(BlockUses):
         self._layer_of_name: dict[str, int] = {}
         self._reporter = TransferReporter()
         self._finish_gradients: FinishGradients | None = None
-        self._backward_layer: int | None = None
-        """Layer whose backward pass is running."""
+        self._completed_layers: Collection[int] = ()
+        self._backward_use: Use | None = None
+        """Block whose backward pass is running, and its part."""
+        self._input_pass_names: set[str] = set()
+        """Weights whose gradients are computed with those of inputs when a pass is split."""
+        self._finish_weights: Callable[[Sequence[str]], None] | None = None
         self._gradient_factor: float | Tensor = 1.0
         self._updated_layers: set[int] = set()
         """Layers that the running update has brought."""
@@ -124,14 +133,27 @@ class ParameterOffload(BlockUses):
 
     # Forward and backward passes
 
-    def begin_backward(self, finish: FinishGradients | None) -> None:
-        """Prepare for the backward pass of a micro-batch.
+    def begin_backward(
+        self,
+        finish: FinishGradients,
+        completed_layers: Collection[int],
+        *,
+        is_deferring: bool = False,
+    ) -> None:
+        """Prepare for a backward pass of a micro-batch, or a part of it.
 
         Args:
-            finish: Called with the gradients of each block when its backward pass has ended;
-                None if more micro-batches follow.
+            finish: Called with a block's weights before their gradients leave the last time.
+            completed_layers: Layers whose gradients no later pass changes.
+            is_deferring: True for I, which leaves gradients to W.
         """
         self._finish_gradients = finish
+        self._completed_layers = completed_layers
+        self._backward_phase = "input gradients" if is_deferring else "backward"
+
+    def begin_weight_gradients(self, layer: int) -> None:
+        """Bring a block's gradients before W adds to them."""
+        self._use(layer, "weight gradients")
 
     def end_backward(self) -> None:
         """Let the gradients of the last block leave, after the backward pass."""
@@ -140,23 +162,38 @@ class ParameterOffload(BlockUses):
     def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a block's weights, start to fetch the next block's, and free all others."""
         layer, phase = use
-        last = self._backward_layer
-        if last is not None and last != layer:
+        last = self._backward_use
+        if last is not None and last != use:
             self._store_gradients()
-            self._blocks[last].free_weights()  # `release` would wait for the gradients' writes
+            # `release` would wait for the gradients' writes.
+            self._blocks[last[0]].free_weights()
         self._release_others({layer})
         self._launch(use)
-        self._blocks[layer].finish()
-        if phase == "backward":
-            self._backward_layer = layer
+        block = self._blocks[layer]
+        if phase != "weight gradients":
+            block.finish()
+        block.bring_gradients(self.store, self._list_members(use))
+        if phase not in ("forward", "inference"):
+            self._backward_use = use
         if following is not None:
             self._launch(following)
 
     def _launch(self, use: Use) -> None:
+        block = self._blocks[use[0]]
+        if use[1] != "weight gradients":
+            block.launch(self.store)
+        block.launch_gradients(self.store, self._list_members(use))
+
+    def _list_members(self, use: Use) -> list[BlockMember]:
+        """List the members of a block to whose gradients this use adds, or that it completes."""
         layer, phase = use
-        self._blocks[layer].launch(self.store)
-        if phase == "backward":
-            self._blocks[layer].launch_gradients(self.store)
+        members = self._blocks[layer].members
+        names = self._input_pass_names
+        if phase == "input gradients":
+            return [member for member in members if member.name in names]
+        if phase == "weight gradients" and layer not in self._completed_layers:
+            return [member for member in members if member.name not in names]
+        return members if phase in ("backward", "weight gradients") else []
 
     def _release_others(self, layers: Collection[int]) -> None:
         """Free blocks; those that are being written are freed the next time."""
@@ -164,18 +201,26 @@ class ParameterOffload(BlockUses):
             if layer in layers:
                 continue
             if block.is_changed:
+                if self._finish_weights is not None:
+                    self._finish_weights([member.name for member in block.members])
                 block.store_weights(self.store)
                 block.drop_gradients()
-            elif block.is_present or block.reads is not None:
+            elif not block.is_away:
                 block.release()
 
     def _store_gradients(self) -> None:
         """Start to write the gradients of the block whose backward pass has ended."""
-        if self._backward_layer is None:
+        if self._backward_use is None:
             return
-        block = self._blocks[self._backward_layer]
-        self._backward_layer = None
-        if self._finish_gradients is not None:
+        use, self._backward_use = self._backward_use, None
+        layer, phase = use
+        block = self._blocks[layer]
+        if phase == "input gradients":
+            self._input_pass_names |= {
+                member.name for member in block.members if member.parameter.grad is not None
+            }
+        if layer in self._completed_layers:
+            assert self._finish_gradients is not None
             self._finish_gradients(
                 [member.name for member in block.members if member.parameter.requires_grad]
             )
@@ -184,6 +229,10 @@ class ParameterOffload(BlockUses):
         block.store_gradients(self.store)
 
     # Update
+
+    def watch_updates(self, finish: Callable[[Sequence[str]], None]) -> None:
+        """Call a function with the names of updated weights before they leave the device."""
+        self._finish_weights = finish
 
     def has_gradient(self, name: str) -> bool:
         """Return True if the store has a gradient of an offloaded parameter."""
@@ -220,6 +269,7 @@ class ParameterOffload(BlockUses):
             self._launch((layer, "backward"))
             block.finish_writes()
             block.finish()
+            block.bring_gradients(self.store, block.members)
             gradients = [item.parameter.grad for item in block.members]
             if self._gradient_factor != 1.0:
                 scale_([item for item in gradients if item is not None], self._gradient_factor)

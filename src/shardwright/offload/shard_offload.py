@@ -2,13 +2,14 @@
 
 FSDP2 gathers and reduces as without offloading. This rank's shard of a group of blocks, its unit,
 is on the device while FSDP2 copies it into a gather, and during its update. The next unit's
-arrives in the meantime. A reduced gradient leaves at once; for the next micro-batch, which FSDP2
-adds to it, it returns with the shard (docs/decisions/0119-offloaded-shards.md).
+arrives in the meantime. A reduced gradient leaves at once. The next micro-batch's is added to it
+when both are reduced: it returns when the gradients of the unit before are reduced
+(docs/decisions/0119-offloaded-shards.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -36,13 +37,18 @@ class ShardOffload(ParameterOffload):
     def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
         super().__init__(store, tier, device)
         self._is_backward = False
-        self._backward_units: set[int] = set()
-        """Units that the running backward pass has gathered."""
         self._last_stored: int | None = None
         """Unit whose gradients have left last; their writes are waited for one unit later."""
         self._free_reduced: dict[int, Callable[[], None]] = {}
-        self._guess: int | None = None
-        """Unit whose gradients return although its backward pass has not begun."""
+        self._finished_names: set[str] = set()
+        """Weights whose gradients the running pass has finished."""
+        self._reduced: int | None = None
+        """Unit whose gradients FSDP2 has reduced last in the running pass."""
+        self._next_reduced: dict[int | None, int] = {}
+        """Unit whose gradients were last reduced after those of each unit; first in a pass after
+        None."""
+        self._expected: int | None = None
+        """Unit whose gradients return before FSDP2 reduces them."""
 
     def add_shards(
         self,
@@ -110,48 +116,81 @@ class ShardOffload(ParameterOffload):
             phase = "forward"
         if self._is_backward:
             phase = "backward"
-        has_gradients = phase != "backward" or unit in self._backward_units
-        if (unit, phase) == self._last_use and self._blocks[unit].is_present and has_gradients:
+        if (unit, phase) == self._last_use and self._blocks[unit].is_present:
             return  # FSDP2 gathers experts apart from the rest of their block
         self._use(unit, phase)
 
-    def begin_backward(self, finish: FinishGradients | None) -> None:
-        """Prepare for the backward pass of a micro-batch; `finish` is called for each gradient."""
-        super().begin_backward(finish)
+    def begin_backward(
+        self,
+        finish: FinishGradients,
+        completed_layers: Collection[int],
+        *,
+        is_deferring: bool = False,
+    ) -> None:
+        """Prepare for a backward pass of a micro-batch, or a part of it; `finish` is called for
+        each gradient."""
+        super().begin_backward(finish, completed_layers, is_deferring=is_deferring)
+        self._finished_names.clear()
+        self._reduced = None
+        if not is_deferring:
+            self._expect_gradients()
         self._is_backward = True
 
     def end_backward(self) -> None:
-        """Wait for the gradients that have left, but for the last unit's."""
-        for unit in self._backward_units - {self._last_stored}:
+        """Finish the gradients that earlier passes have completed, and wait for those that have
+        left, but for the last unit's."""
+        for unit in sorted(self._blocks.keys() & set(self._completed_layers)):
+            self._finish_stored_gradients(unit)
+        if self._expected is not None:  # no reduction has followed
+            self._blocks[self._expected].drop_gradients()
+            self._expected = None
+        for unit in self._blocks.keys() - {self._last_stored}:
             self._finish_gradient_writes(unit)
-        self._backward_units.clear()
         self._is_backward = False
 
     def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a unit's shards, start to fetch the next unit's, and free all others."""
         unit, phase = use
-        if self._guess is not None and self._guess != unit:
-            self._blocks[self._guess].drop_gradients()
-        self._guess = None
-        next_unit, next_phase = (None, None) if following is None else following
+        next_unit = None if following is None else following[0]
         for other, others_block in self._blocks.items():
             if other not in (unit, next_unit):
                 others_block.free_weights()
             if phase != "backward" or other != self._last_stored:
                 self._finish_gradient_writes(other)
+        self._blocks[unit].launch(self.store)
+        self._blocks[unit].finish()
+        if next_unit is not None:
+            self._blocks[next_unit].launch(self.store)
+
+    def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:
+        """Bring gradients of a unit before FSDP2 adds to them, and start to bring the next unit's.
+
+        Args:
+            parameters: Parameters whose gradients are reduced together.
+        """
         block = self._blocks[unit]
-        block.launch(self.store)
-        if phase == "backward":
-            block.launch_gradients(self.store)
-            self._backward_units.add(unit)
-        block.finish()
-        if next_unit is None:
+        if unit != self._reduced:
+            self._next_reduced[self._reduced] = unit
+            if self._expected is not None and self._expected != unit:
+                self._blocks[self._expected].drop_gradients()
+            for other in self._blocks.keys() - {self._last_stored}:
+                self._finish_gradient_writes(other)
+            self._reduced = unit
+        block.bring_gradients(
+            self.store, [item for item in block.members if item.parameter in parameters]
+        )
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Start to bring the gradients of the unit that is reduced next in this pass."""
+        self._expected = self._next_reduced.get(self._reduced)
+        if self._expected is None:
             return
-        self._blocks[next_unit].launch(self.store)
-        # A unit that this pass has gathered may still compute: its gradient is not dropped then.
-        if next_phase == "backward" and next_unit not in self._backward_units:
-            self._blocks[next_unit].launch_gradients(self.store)
-            self._guess = next_unit
+        expected = self._blocks[self._expected]
+        expected.launch_gradients(
+            self.store,
+            [item for item in expected.members if item.name not in self._finished_names],
+        )
 
     def _finish_gradient_writes(self, unit: int) -> None:
         block = self._blocks[unit]
@@ -161,17 +200,35 @@ class ShardOffload(ParameterOffload):
 
     def _take_gradient(self, unit: int, member: BlockMember, _parameter: Tensor) -> None:
         """Let a reduced gradient leave; FSDP2 calls this on the stream of the reduction."""
-        if self._finish_gradients is not None:
-            self._finish_gradients([member.name])
-        self._blocks[unit].store_gradient(member, self.store)
+        self._let_leave(unit, member)
         self._last_stored = unit
+
+    def _let_leave(self, unit: int, member: BlockMember) -> None:
+        if unit in self._completed_layers:
+            assert self._finish_gradients is not None
+            self._finish_gradients([member.name])
+            self._finished_names.add(member.name)
+        self._blocks[unit].store_gradient(member, self.store)
+
+    def _finish_stored_gradients(self, unit: int) -> None:
+        """Finish those gradients of a unit to which the last pass has added nothing: experts' that
+        were reduced under W of an earlier micro-batch, because I had computed them before."""
+        block = self._blocks[unit]
+        members = [
+            member
+            for member in block.members
+            if member.name in block.stored_gradients - self._finished_names
+        ]
+        block.bring_gradients(self.store, members)
+        for member in members:
+            self._let_leave(unit, member)
 
     # Update
 
     def discard_gradients(self) -> None:
         """Drop the gradients of all units, after an update or instead of it."""
         super().discard_gradients()
-        self._guess = None
+        self._expected = None
         self._last_stored = None
 
 

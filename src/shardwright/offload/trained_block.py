@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -48,9 +49,12 @@ class TrainedBlock:
     members: list[BlockMember] = field(default_factory=list)
     stored_gradients: set[str] = field(default_factory=set)
     """Names of the members whose gradient is complete in the store."""
+    brought_gradients: set[str] = field(default_factory=set)
+    """Names of the members whose gradient on the device contains that of the store."""
+    arriving_gradients: dict[str, tuple[Tensor, Wait]] = field(default_factory=dict)
+    """Gradients on their way from the store, which are not the parameters' yet, by name."""
     reads: list[Wait] | None = None
     """Waits of the reads of weights that are on the way."""
-    gradient_reads: list[Wait] = field(default_factory=list)
     weight_writes: list[Wait] = field(default_factory=list)
     """Waits of writes of weights, whose memory may be freed when they end."""
     gradient_writes: list[Wait] = field(default_factory=list)
@@ -58,6 +62,12 @@ class TrainedBlock:
     is_present: bool = False
     is_changed: bool = False
     """True if the update has changed the weights on the device."""
+
+    @property
+    def is_away(self) -> bool:
+        """True if nothing is on the device or on its way there."""
+        gradients = self.brought_gradients or self.arriving_gradients
+        return not (self.is_present or gradients) and self.reads is None
 
     def launch(self, store: ParameterStore) -> None:
         """Allocate the memory and start to read the weights."""
@@ -69,34 +79,39 @@ class TrainedBlock:
             if memory.data.numel():
                 self.reads.append(store.read(self.weight_place + memory.offset, memory.data))
 
-    def launch_gradients(self, store: ParameterStore) -> None:
-        """Start to read the gradients that the store has, and make them the parameters'."""
-        for member in self.members:
-            if member.name in self.stored_gradients and member.parameter.grad is None:
-                self.launch_gradient(member, store)
+    def launch_gradients(self, store: ParameterStore, members: Iterable[BlockMember]) -> None:
+        """Start to read those gradients that the store has and the device has not."""
+        names = self.stored_gradients - self.brought_gradients - self.arriving_gradients.keys()
+        for member in members:
+            if member.name in names:
+                memory = store.allocate(member.num_bytes)
+                wait: Wait = _return_at_once
+                if member.num_bytes:
+                    wait = store.read(self.gradient_place + member.gradient_offset, memory)
+                gradient = memory.view(member.parameter.dtype).view(member.shape)
+                self.arriving_gradients[member.name] = gradient, wait
 
-    def launch_gradient(self, member: BlockMember, store: ParameterStore) -> None:
-        """Start to read one member's gradient from the store."""
-        parameter = member.parameter
-        memory = store.allocate(member.num_bytes)
-        if member.num_bytes:
-            place = self.gradient_place + member.gradient_offset
-            self.gradient_reads.append(store.read(place, memory))
-        parameter.grad = wrap_gradient(memory.view(parameter.dtype).view(member.shape), parameter)
+    def bring_gradients(self, store: ParameterStore, members: Iterable[BlockMember]) -> None:
+        """Make the gradients that the store has the parameters', or add them to these."""
+        members = list(members)
+        self.launch_gradients(store, members)
+        for member in members:
+            if member.name not in self.arriving_gradients:
+                continue
+            gradient, wait = self.arriving_gradients.pop(member.name)
+            wait()
+            if member.parameter.grad is None:
+                member.parameter.grad = wrap_gradient(gradient, member.parameter)
+            else:
+                get_local_tensor(member.parameter.grad).add_(gradient)
+            self.brought_gradients.add(member.name)
 
     def finish(self) -> None:
-        """Wait for pending transfers."""
+        """Wait for the weights that are on the way."""
         reads, self.reads = self.reads or [], None
         for wait in reads:
             wait()
-        self.finish_gradients()
         self.is_present = True
-
-    def finish_gradients(self) -> None:
-        """Wait for the gradients that are on the way."""
-        reads, self.gradient_reads = self.gradient_reads, []
-        for wait in reads:
-            wait()
 
     def store_gradients(self, store: ParameterStore) -> None:
         """Start to write the gradients on the device and take them from the parameters."""
@@ -106,6 +121,7 @@ class TrainedBlock:
 
     def store_gradient(self, member: BlockMember, store: ParameterStore) -> None:
         """Start to write one member's gradient and take it from the parameter."""
+        self.bring_gradients(store, [member])  # another part of a pass may have computed it before
         gradient = member.parameter.grad
         assert gradient is not None
         if member.num_bytes:
@@ -113,13 +129,17 @@ class TrainedBlock:
             data = get_local_tensor(gradient).contiguous()
             self.gradient_writes.append(store.write(place, data))
         self.stored_gradients.add(member.name)
+        self.brought_gradients.discard(member.name)
         member.parameter.grad = None
 
     def drop_gradients(self) -> None:
         """Free the gradients on the device; the store keeps what it has."""
-        self.finish_gradients()
+        arriving, self.arriving_gradients = self.arriving_gradients, {}
+        for _, wait in arriving.values():
+            wait()
         for member in self.members:
             member.parameter.grad = None
+        self.brought_gradients.clear()
 
     def store_weights(self, store: ParameterStore) -> None:
         """Start to write the weights if the update has changed them."""
@@ -163,6 +183,10 @@ class TrainedBlock:
         self.finish_writes()
         self.drop_gradients()
         self.free_weights()
+
+
+def _return_at_once() -> None:
+    """End a transfer of no bytes."""
 
 
 def wrap_gradient(local: Tensor, parameter: nn.Parameter) -> Tensor:

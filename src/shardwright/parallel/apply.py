@@ -77,7 +77,7 @@ from shardwright.parallel.offloaded_weights import (
 from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
-from shardwright.parallel.sharded_weights import store_shards
+from shardwright.parallel.sharded_weights import UnitReduction, store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
@@ -329,6 +329,13 @@ def _build_pipeline(
         end_stage=model.launch_stage_reduction,
         enter_backward=model.offload_gradients,
     )
+    if model.trained_offload is not None and pipeline.has_split_backward:
+        begin_block = model.trained_offload.begin_weight_gradients
+        if model.fsdp_modules:
+            pipeline.unit_reduction = UnitReduction(model.fsdp_modules)
+            begin_block = pipeline.unit_reduction.begin_block
+        blocks = {block.layer_index: block for block in model.decoder.blocks}
+        gradient_store.watch_blocks(blocks, begin_block)
     warning = pipeline.schedule(num_micro_batches).describe_low_utilisation()
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -37,17 +36,33 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
         """Names of all weights in the store; those of `model.freeze` included."""
         ...
 
-    def begin_backward(self, finish: Callable[[Sequence[str]], None] | None) -> None:
-        """Prepare for a micro-batch.
+    def begin_backward(
+        self,
+        finish: Callable[[Sequence[str]], None],
+        completed_layers: Collection[int],
+        *,
+        is_deferring: bool = False,
+    ) -> None:
+        """Prepare for a backward pass of a micro-batch, or a part of it.
 
         Args:
             finish: Called with the names of a block's trained weights when their gradients are
-                complete, before they leave the device; None if more micro-batches follow.
+                complete, before they leave the device.
+            completed_layers: Layers whose gradients no later pass changes.
+            is_deferring: True for I, which leaves gradients to W.
         """
+        ...
+
+    def begin_weight_gradients(self, layer: int) -> None:
+        """Bring a block's gradients before W adds to them."""
         ...
 
     def end_backward(self) -> None:
         """Let the gradients of the last block leave, after the backward pass."""
+        ...
+
+    def watch_updates(self, finish: Callable[[Sequence[str]], None]) -> None:
+        """Call a function with the names of updated weights before they leave the device."""
         ...
 
     def has_gradient(self, name: str) -> bool:
@@ -93,23 +108,9 @@ class TrainedShardStore(TrainedWeightStore, Protocol):
         """Allocate and fill the shards of a unit; they stay until the next call."""
         ...
 
-
-@contextmanager
-def offload_gradients(
-    offload: TrainedWeightStore | None, finish: Callable[[Sequence[str]], None] | None
-) -> Iterator[None]:
-    """Offload gradients of blocks after each backward pass in this context; all stay if `offload`
-    is None.
-
-    Args:
-        finish: as `TrainedWeightStore.begin_backward` has it.
-    """
-    if offload is None:
-        yield
-        return
-    offload.begin_backward(finish)
-    yield
-    offload.end_backward()
+    def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:
+        """Bring those gradients of a unit to which a reduction adds."""
+        ...
 
 
 def find_shard_groups(

@@ -45,7 +45,7 @@ from shardwright.parallel.matrix_exchange import (
     list_exchanged_matrices,
 )
 from shardwright.parallel.mesh import Mesh, sum_over
-from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
+from shardwright.parallel.offloaded_weights import TrainedWeightStore
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
 from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima
 
@@ -96,6 +96,7 @@ class ParallelModel:
         self.weight_maxima: WeightMaxima | None = None
         self.early_gathers: EarlyGathers | None = None
         self._gradient_hooks: list[Callable[[], None]] = []
+        self._offloaded_gradient_hooks: list[Callable[[Sequence[str]], None]] = []
         self._gradient_watch: GradientWatch | None = None
         trained = [item for item in pending_reductions if item.name in trainable]
         self._offloaded_reductions = [item for item in trained if item.name in offloaded_names]
@@ -153,7 +154,7 @@ class ParallelModel:
             ):
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
-                with self.offload_gradients(is_last):
+                with self.offload_gradients(range(self.decoder.shape.num_layers if is_last else 0)):
                     loss.backward(scale.to(loss.dtype))
             if waits_for_reduction:
                 end_wait("data")
@@ -162,10 +163,25 @@ class ParallelModel:
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
 
-    def offload_gradients(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a backward pass; `is_last` for that of the last micro-batch."""
-        finish = self._finish_offloaded_gradients if is_last else None
-        return offload_gradients(self.trained_offload, finish)
+    @contextmanager
+    def offload_gradients(
+        self, completed_layers: Collection[int], *, is_deferring: bool = False
+    ) -> Iterator[None]:
+        """Offload gradients of blocks during a backward pass in this context, or a part of it.
+
+        Args:
+            completed_layers: layers whose gradients no later pass changes.
+            is_deferring: True for I, which leaves gradients to W.
+        """
+        offload = self.trained_offload
+        if offload is None:
+            yield
+            return
+        offload.begin_backward(
+            self._finish_offloaded_gradients, completed_layers, is_deferring=is_deferring
+        )
+        yield
+        offload.end_backward()
 
     def compute_losses(
         self, micro_batches: Sequence[MicroBatch], arguments: DecoderArguments
@@ -241,6 +257,8 @@ class ParallelModel:
                 self._complete_gradients({pending.name for pending in reductions}),
                 bucket_size_bytes=self.layout.bucket_size_bytes,
             )
+        for call in self._offloaded_gradient_hooks:
+            call(names)
         for name in names:
             self._offloaded_squares[name] = [
                 sum_gradient_squares(part) for part in self._list_counted_parts(name)
@@ -301,6 +319,11 @@ class ParallelModel:
     def add_gradient_hook(self, callback: Callable[[], None]) -> None:
         """Register a function to run when a step's gradients are complete, before any use."""
         self._gradient_hooks.append(callback)
+
+    def add_offloaded_gradient_hook(self, callback: Callable[[Sequence[str]], None]) -> None:
+        """Register a function that takes the names of offloaded parameters whose gradients are
+        complete, before any use."""
+        self._offloaded_gradient_hooks.append(callback)
 
     def reshard(self) -> None:
         """Free all gathered parameters. Required before parameters are read or written by name."""

@@ -13,10 +13,10 @@ Legend: B sequences, S tokens of this rank's residual stream, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from shardwright.model.products.linear import Linear
 from shardwright.model.products.product import DeferredGradient, WeightGradientStore
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.p2p_channels import P2PChannels
+from shardwright.parallel.sharded_weights import UnitReduction
 from shardwright.schedule import (
     Action,
     Schedule,
@@ -42,6 +43,18 @@ DecoderArguments = Callable[[MicroBatch], Mapping[str, Any]]
 """Returns the decoder's keyword arguments for a micro-batch."""
 TimeMarker = Callable[[str], None]
 """Called with the phase since the last call: forward, backward, waiting or reduction."""
+
+
+class BackwardContext(Protocol):
+    """Returns the context of B, I or W."""
+
+    def __call__(
+        self, completed_layers: Collection[int], /, *, is_deferring: bool
+    ) -> AbstractContextManager[None]:
+        """Enter with the layers whose gradients no later action changes; True for I."""
+        ...
+
+
 ActionObserver = Callable[[Action, float, float], None]
 """Called with an action and the times at which its computation began and ended, in seconds of
 this process's clock."""
@@ -93,7 +106,7 @@ class Pipeline:
         *,
         set_gradient_sync: Callable[[bool], None] | None,
         end_stage: Callable[[int], None] | None = None,
-        enter_backward: Callable[[bool], AbstractContextManager[None]] | None = None,
+        enter_backward: BackwardContext | None = None,
     ) -> None:
         """Build the executor of this rank's stages; every rank of the world calls this.
 
@@ -105,10 +118,9 @@ class Pipeline:
                 backward passes; None without FSDP2.
             end_stage: called with a stage when its gradients are complete, while other stages
                 still run; None to call nothing.
-            enter_backward: returns the context of each backward pass of a stage; its argument is
-                True for the stage's last micro-batch. None for no context.
+            enter_backward: returns the context of B, I and W; None for no context.
         """
-        self.enter_backward = enter_backward or (lambda _is_last: nullcontext())
+        self.enter_backward = enter_backward or (lambda *_, **__: nullcontext())
         self.module = module
         self.decoder = decoder
         self.stages = tuple(stages)
@@ -119,6 +131,8 @@ class Pipeline:
         self.rank = mesh.coordinates["pp"]
         self.channels = P2PChannels(mesh, device, [stage.rank for stage in self.stages])
         self.gradient_store = gradient_store
+        self.unit_reduction: UnitReduction | None = None
+        """Reduces what W has computed before W ends; None reduces it afterwards."""
         self.action_observer: ActionObserver | None = None
         self._planned_steps: dict[int, tuple[ScheduleStep, ...]] = {}
         self.has_split_backward = has_split_backward(layout.schedule)
@@ -304,19 +318,33 @@ class _StepExecution:
         )
         is_split = self.pipeline.has_split_backward
         self._set_gradient_sync(should_reduce and not is_split)
-        if action.kind == "W":
-            self.pipeline.gradient_store.accumulate(
-                self.deferred_products.pop((action.stage, action.micro_batch))
-            )
-            self._trigger_fsdp_reduction()
-            output = None
-        else:
-            with self.pipeline.enter_backward(is_last_of_stage):
+        with self.pipeline.enter_backward(
+            self._list_completed_layers(action.stage, is_last_of_stage, is_last_backward),
+            is_deferring=action.kind == "I",
+        ):
+            if action.kind == "W":
+                products = self.deferred_products.pop((action.stage, action.micro_batch))
+                units = self.pipeline.unit_reduction
+                with units.reduce_units(is_active=should_reduce) if units else nullcontext():
+                    self.pipeline.gradient_store.accumulate(products)
+                self._trigger_fsdp_reduction()
+                output = None
+            else:
                 output = self._backward(action, received)
-        if should_reduce and is_split:
-            self._set_gradient_sync(True)
-            self._trigger_fsdp_reduction()
+            if should_reduce and is_split:
+                self._set_gradient_sync(True)
+                self._trigger_fsdp_reduction()
         return output
+
+    def _list_completed_layers(
+        self, stage: int, is_last_of_stage: bool, is_last_backward: bool
+    ) -> Collection[int]:
+        """List the layers whose gradients no later action changes, reductions included."""
+        pipeline = self.pipeline
+        if pipeline.set_gradient_sync is not None and pipeline.layout.zero_stage < 2:
+            # FSDP2 reduces those of all stages at once.
+            return range(pipeline.stages[-1].last_layer if is_last_backward else 0)
+        return pipeline.stages[stage].layers if is_last_of_stage else ()
 
     def _forward(self, action: Action, hidden_BSD: Tensor | None) -> Tensor | None:
         stage = self.pipeline.stages[action.stage]

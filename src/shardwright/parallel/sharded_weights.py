@@ -1,8 +1,9 @@
 """Trained weights that FSDP2 shards and an offloading keeps: when a shard is needed.
 
 [Note: FSDP2's groups] FSDP2 reads a shard only when it copies it into a gather, in the method
-`unshard` of its group of parameters. It has no hook there: hooks of modules run too late for a
-gather that is begun ahead of its use. So the method of each group is wrapped. Everything else of
+`unshard` of its group of parameters, and adds to a shard's gradient in `post_backward`. It has no
+hook there: hooks of modules run too late for a gather that is begun ahead of its use, and only
+after the addition. So both methods of each group are wrapped. Everything else of
 FSDP2's that this module uses is read only. The parameters of a unit are those of the blocks that
 `fully_shard` got together; experts over `ep` are a second group of the same unit.
 """
@@ -10,6 +11,7 @@ FSDP2's that this module uses is read only. The parameters of a unit are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -72,7 +74,9 @@ def store_shards(
         for group in groups:
             # Otherwise the first pass pads shards again, from memory that is freed now.
             group._reset_sharded_params = True
-            _bring_before_gather(group, unit, offload, [item.parameter for item in weights])
+            shards = [item.parameter for item in weights]
+            _bring_before_gather(group, unit, offload, shards)
+            _bring_before_reduction(group, unit, offload)
 
 
 def list_block_groups(
@@ -152,3 +156,65 @@ def _bring_before_gather(
             local.record_stream(copying)
 
     group.unshard = bring_and_unshard
+
+
+def _bring_before_reduction(group: Any, unit: int, offload: TrainedShardStore) -> None:
+    """Make an FSDP2 group fetch the gradients of its unit's shards before it adds to them."""
+    post_backward: Callable[..., None] = group.post_backward
+
+    def bring_and_reduce(*arguments: Any) -> None:
+        if group.reduce_grads and any(map(_has_gradient, group.fsdp_params)):
+            offload.bring_gradients(unit, {item.sharded_param for item in group.fsdp_params})
+        post_backward(*arguments)
+
+    group.post_backward = bring_and_reduce
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Return True if FSDP2 has a gradient to reduce of one of its parameters."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.unsharded_accumulated_grad is not None or (
+        gathered is not None and gathered.grad is not None
+    )
+
+
+class UnitReduction:
+    """Reduction of deferred gradients, unit by unit while W computes them.
+
+    Otherwise FSDP2 reduces them after W, when those of all blocks of a stage are on the device.
+    """
+
+    def __init__(self, fsdp_modules: Sequence[FSDPModule]) -> None:
+        units = list_block_groups(fsdp_modules)
+        self._groups = {unit: groups for unit, (_, groups) in units.items()}
+        self._unit_of_layer = {
+            block.layer_index: unit for unit, (blocks, _) in units.items() for block in blocks
+        }
+        self._unit: int | None = None
+        self._is_active = False
+
+    def begin_block(self, layer: int) -> None:
+        """Reduce the last block's gradients if this block is of another unit."""
+        unit = self._unit_of_layer[layer]
+        if unit != self._unit:
+            self._reduce()
+        self._unit = unit
+
+    @contextmanager
+    def reduce_units(self, *, is_active: bool) -> Iterator[None]:
+        """Reduce units in this context if `is_active`."""
+        self._is_active = is_active
+        yield
+        self._reduce()
+        self._unit = None
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        if self._unit is None or not self._is_active:
+            return
+        for group in reversed(self._groups[self._unit]):
+            # The first call casts what I has computed to the precision of the reduction.
+            for should_reduce in (False, True):
+                group.reduce_grads = group.all_reduce_grads = should_reduce
+                group.post_backward()
+            group.reduce_grads = group.all_reduce_grads = False

@@ -103,8 +103,8 @@ class Candidate:
     """True if the host updates offloaded states: moments do not pass through the device."""
     parameter_offload: OffloadTier = "none"
     """Tier of the matrices of blocks between their uses; with adapters the frozen ones."""
-    can_offload_trained: bool = True
-    """False if a setting outside the candidate needs trained weights on the device."""
+    keeps_zeros: bool = False
+    """True if zeros of weights are restored after each update (`model.keep_zeros`)."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
@@ -183,9 +183,7 @@ class Candidate:
             return False
         return self.adapter is not None or (
             self.offload != "none"
-            and self.can_offload_trained
             and not self.is_updated_on_host
-            and not self.is_deferring
             and self.optimizer != "sgd"
             and self.working_weights is not True
         )
@@ -226,7 +224,7 @@ class Candidate:
             and self.optimizer_tier != "none"
             and not self.is_updated_on_host
             and (self.parameter_offload == "none" or self.adapter is not None)
-            and self.can_offload_trained
+            and not self.keeps_zeros
             and OPTIMIZER_COSTS[self.optimizer].can_update_on_host
             and not (has_weight_maxima and self.layout.tp > 1)
         )

@@ -109,7 +109,7 @@ def build_template(
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,
-        can_offload_trained=not recipe.model.keep_zeros,
+        keeps_zeros=recipe.model.keep_zeros,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes
         if recipe.run.device == "cpu" or moved.optimizer == "host"

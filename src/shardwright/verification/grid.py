@@ -15,7 +15,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.placement import place_model
-from shardwright.schedule import PIPELINE_SCHEDULES, has_split_backward
+from shardwright.schedule import PIPELINE_SCHEDULES
 from shardwright.verification.cases import VerificationCase
 
 GRID_SEQUENCE_LENGTH = 16
@@ -223,9 +223,8 @@ def list_cells(max_ranks: int = 16) -> list[GridCell]:
         for repetition in range(CELLS_PER_LAYOUT):
             case = GRID_CASES[(number + 4 * repetition) % len(GRID_CASES)]
             cell = GridCell(model, layout, _adapt_case(case, layout, shape), refusal)
-            offloads = list_offloads(layout)
             if repetition:  # every second cell, each with the next offloading
-                cell = replace(cell, offload=offloads[number % len(offloads)])
+                cell = replace(cell, offload=GRID_OFFLOADS[number % len(GRID_OFFLOADS)])
             cells.append(cell)
             if refusal is not None:
                 break
@@ -241,14 +240,6 @@ def find_refusal(shape: ModelShape, layout: Layout) -> str | None:
     except LayoutError as error:
         return str(error)
     return None
-
-
-def list_offloads(layout: Layout) -> list[OffloadSection]:
-    """List those of `GRID_OFFLOADS` that a layout supports."""
-    can_move_weights = layout.pp == 1 or not has_split_backward(layout.schedule)
-    return [
-        section for section in GRID_OFFLOADS if can_move_weights or section.parameters == "none"
-    ]
 
 
 def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> VerificationCase:

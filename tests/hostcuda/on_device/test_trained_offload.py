@@ -22,6 +22,7 @@ from shardwright.training.run import train
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
+from tests.multiprocess.test_trained_offload import write_pruned_model
 from tests.unit.training.test_offload_run import build_run, read_checkpoints
 
 ON_HOST = {"optimizer": "host", "parameters": "host", "buffer_bytes": 8192}
@@ -51,6 +52,17 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run(
     train(build(tmp_path, "resident", {}, **sections))
     expected = read_checkpoints(tmp_path / "resident")
     assert len(expected) == 4
+    for run, offload in (("disk", ON_DISK), ("host", ON_HOST)):
+        train(build(tmp_path, run, offload, **sections))
+        assert read_checkpoints(tmp_path / run) == expected
+        assert not device.list_violations()
+
+
+def test_a_pruned_model_stays_pruned(tmp_path: Path) -> None:
+    model = {"path": write_pruned_model(tmp_path), "keep_zeros": True}
+    sections: dict[str, object] = {"model": model, "optimizer": {"name": "muon"}}
+    train(build(tmp_path, "resident", {}, **sections))
+    expected = read_checkpoints(tmp_path / "resident")
     for run, offload in (("disk", ON_DISK), ("host", ON_HOST)):
         train(build(tmp_path, run, offload, **sections))
         assert read_checkpoints(tmp_path / run) == expected

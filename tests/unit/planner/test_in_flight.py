@@ -67,6 +67,7 @@ def list_moments(schedule: Schedule, rank: int) -> set[BackwardMoment]:
                 int(latest not in passed),
                 len(with_gradients) / num_stages,
                 num_messages,
+                len({item for item in started - passed if item[0] == schedule.num_stages - 1}),
                 action.kind == "I",
             )
         )

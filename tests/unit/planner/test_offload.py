@@ -112,7 +112,7 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
         recipe = build_recipe(**sections | changed)
         assert find_overlap_obstacle(recipe, read_planning_shape(recipe)) == obstacle
         assert build_template(recipe).overlaps_update == (obstacle is None)
-    assert not replace(candidate, can_offload_trained=False).overlaps_update  # zeros are kept
+    assert not replace(candidate, keeps_zeros=True).overlaps_update  # zeros are kept
 
 
 RATES = TierRates(
@@ -385,12 +385,10 @@ def test_trained_weights_move_with_their_gradients_and_return_for_the_update() -
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"layout": Layout(pp=2, schedule="zb_h1")},
     {"optimizer": "sgd"},
     {"working_weights": True},
     {"offload": "none"},
     {"is_updated_on_host": True},
-    {"can_offload_trained": False},
     {"reference": "frozen"},
 )
 
@@ -404,16 +402,10 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     is_allowed = build_problem(recipe, template, 2).is_allowed
     assert is_allowed is not None
     assert is_allowed(template)
-    assert is_allowed(replace(template, layout=Layout(pp=2)))
+    assert is_allowed(replace(template, layout=Layout(pp=2, schedule="zb_h1")))
     assert is_allowed(replace(template, precision="fp8"))
     assert is_allowed(replace(template, layout=Layout(dp_shard=2, zero_stage=1)))
     assert not is_allowed(replace(template, **change))
-
-
-def test_zeros_that_stay_need_trained_weights_on_the_device(tmp_path: Path) -> None:
-    model = {"path": str(tmp_path), "keep_zeros": True}
-    recipe = build_recipe(model=model, offload={"optimizer": "disk", "parameters": "disk"})
-    assert not build_template(recipe).is_runnable
 
 
 def test_layout_auto_offloads_weights_if_nothing_else_suffices() -> None:

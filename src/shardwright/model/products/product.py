@@ -17,8 +17,9 @@ Legend: N tokens flat, I in, O out, E experts, M rows sorted by expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -195,6 +196,19 @@ class InputOffload(Protocol):
         """Let an input return before a pass that reads it begins."""
 
 
+class BlockBoundary(NamedTuple):
+    """First item of a block's deferred gradients: calls a function before they are computed."""
+
+    layer: int
+    begin: Callable[[int], None]
+    inputs: list[Any]
+    """Empty."""
+
+    def accumulate(self) -> None:
+        """Call the function with the block's layer."""
+        self.begin(self.layer)
+
+
 class WeightGradientStore:
     """Store of deferred weight gradients; outside `defer` they are computed at once."""
 
@@ -202,6 +216,36 @@ class WeightGradientStore:
         self.products: list[DeferredGradient] | None = None
         self.offload: InputOffload | None = None
         """None leaves the inputs of deferred gradients on the device."""
+        self._begin_block: Callable[[int], None] | None = None
+        self._layer: int | None = None
+        """Layer of the block whose gradients are deferred, if blocks are watched."""
+
+    def watch_blocks(self, blocks: Mapping[int, nn.Module], begin: Callable[[int], None]) -> None:
+        """Call a function with a block's layer before deferred gradients of its weights are
+        computed; also for blocks that have deferred none.
+
+        Args:
+            blocks: by layer.
+        """
+        self._begin_block = begin
+        for layer, block in blocks.items():
+            block.register_forward_hook(partial(self._watch_backward, layer))
+
+    def _watch_backward(
+        self, layer: int, _block: nn.Module, _arguments: Any, output: Tensor
+    ) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: self._enter_block(layer))
+
+    def _enter_block(self, layer: int | None) -> None:
+        """End the last block's deferred gradients; those that follow are of another block."""
+        if self.products is None:
+            return
+        if self._layer is not None:
+            assert self._begin_block is not None
+            # `accumulate` goes from the end to the beginning.
+            self.products.append(BlockBoundary(self._layer, self._begin_block, []))
+        self._layer = layer
 
     @contextmanager
     def defer(self) -> Iterator[list[DeferredGradient]]:
@@ -211,6 +255,7 @@ class WeightGradientStore:
         try:
             yield self.products
         finally:
+            self._enter_block(None)
             self.products = None
             if self.offload is not None:
                 self.offload.end_inputs()
@@ -227,10 +272,12 @@ class WeightGradientStore:
 
     def expect(self, products: Sequence[DeferredGradient]) -> None:
         """Let the inputs that `accumulate` reads first return at the end of the pass before it."""
-        if self.offload is not None and products:
-            for value in products[-1].inputs:
-                if hasattr(value, "unpack"):
-                    self.offload.expect_input(value)
+        if self.offload is None:
+            return
+        inputs = next((each.inputs for each in reversed(products) if each.inputs), ())
+        for value in inputs:
+            if hasattr(value, "unpack"):
+                self.offload.expect_input(value)
 
     def accumulate(self, products: list[DeferredGradient]) -> None:
         """Compute deferred gradients and empty the list.

@@ -43,6 +43,9 @@ class LiveActivations(NamedTuple):
     deferring_bytes: float
     """Of the largest layer: recomputed bytes and gradients where those of weights are deferred."""
     stage_output_bytes: float
+    loss_gradient_bytes: float
+    """Gradients of hidden states and of the head's weight, which a loss computes in the forward
+    pass, until its own backward pass."""
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
     backward_moments: tuple[tuple[float, float], ...]
@@ -108,6 +111,8 @@ class LiveActivations(NamedTuple):
         defers none."""
         if self.is_offloaded:
             return self._compute_offloaded_bytes_in_backward(load, moment)
+        # `end_bytes` are a mean over stages: of each pass a half of those of embedding and head,
+        # which is more than the gradients that losses keep (`loss_gradient_bytes`).
         deferred = moment.num_deferred * self.deferred_layer_bytes
         if not moment.is_deferring:
             num_passes = moment.num_saved + 1.0 / load.num_stages
@@ -135,6 +140,7 @@ class LiveActivations(NamedTuple):
         resident = (
             (1.0 + moment.num_staying) * self.largest_layer_bytes
             + num_messages * self.stage_output_bytes
+            + moment.num_losses * self.loss_gradient_bytes
             + num_passes * self.table_bytes
             + self.gather_bytes
         )
@@ -204,9 +210,7 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
         messages += load.num_gradient_senders * message
         if load.has_head and candidate.layout.schedule == "gpipe":
             # Every loss but the one whose backward pass runs has computed its gradients.
-            weight_gradient = compute_logit_bytes(facts, candidate)[1]
-            waiting = candidate.micro_batch_tokens * token_bytes + weight_gradient
-            messages += (load.num_in_flight - 1.0) * waiting
+            messages += (load.num_in_flight - 1.0) * _compute_loss_bytes(facts, candidate)
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
         return _StageBytes(num_outputs * message, messages, message)
@@ -219,6 +223,12 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
         message,
         has_gradient * message,
     )
+
+
+def _compute_loss_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute the bytes of gradients that a loss keeps: of hidden states and the head's weight."""
+    token_bytes = facts.shape.hidden_size * candidate.activation_bytes
+    return candidate.micro_batch_tokens * token_bytes + compute_logit_bytes(facts, candidate)[1]
 
 
 def _compute_sequence_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -287,6 +297,7 @@ def compute_live_activations(
         head_bytes if load.has_head else 0.0,
         deferring,
         stage.output,
+        _compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
         deferred,
         moments,
         ending,

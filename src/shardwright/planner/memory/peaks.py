@@ -157,15 +157,17 @@ def _compute_loss_peak(
     gradients = compute_gradient_bytes_at_loss(candidate, persistent.gradients)
     is_accumulated = candidate.gradient_accumulation_steps > 1
     # Blocks with offloaded weights on the device, and blocks with their gradients. The next block
-    # after the loss is the last one again, but in a pipeline another one. FSDP2 gathers a block
-    # ahead, so one more gradient has returned. At stage 1, and with replicas, none return: whole
-    # ones, or sums, never left.
+    # after the loss is the last one again, but in a pipeline another one. At stage 1, and with
+    # replicas, none return: whole ones, or sums, never left. Shards return for a reduction, after
+    # the backward pass of their block has begun. Under I none are used: those of the last W leave,
+    # or those of the next one return.
     has_shards = candidate.has_offloaded_shards
     is_returning = is_accumulated and not (
         candidate.has_resident_sums or (has_shards and layout.zero_stage == 1)
     )
-    at_loss = (1.0 + (layout.pp > 1), float(is_returning))
-    in_backward = (2.0, (2.0 + has_shards) * is_returning)
+    at_loss = (1.0 + (layout.pp > 1), float(is_returning and not has_shards))
+    in_backward = (2.0, (2.0 - has_shards) * is_returning)
+    in_deferring = (2.0, float(is_returning and not has_shards))
     beside_leaving = (2.0, in_backward[1] + 1.0)
     saved_in_head = saved
     if live.is_offloaded:  # all layers but the last one have left
@@ -184,7 +186,7 @@ def _compute_loss_peak(
             _Moment(
                 live.compute_bytes_in_backward(load, moment),
                 remaining,
-                in_backward,
+                in_deferring if moment.is_deferring else in_backward,
                 gradient_share=moment.gradient_share,
             )
             for moment in load.backward_moments

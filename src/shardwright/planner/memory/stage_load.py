@@ -23,6 +23,8 @@ class BackwardMoment(NamedTuple):
     num_messages: int
     """Inputs and outputs of stages in these passes and the one that runs, and inputs that are
     received early."""
+    num_losses: int
+    """Losses of passes that are saved: each keeps the gradients that it has computed."""
     is_deferring: bool
     """True if the pass defers its own weight gradients."""
 

@@ -260,7 +260,7 @@ def _list_rank_moments(
     is_linked = [False, *(one != other for one, other in pairwise(rank_of_stage)), False]
     """True where another rank sends a stage's input, and at its index + 1 the gradient of its
     output."""
-    num_saved = num_deferred = num_messages = 0
+    num_saved = num_deferred = num_messages = num_losses = 0
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
     stages_with_gradients: set[int] = set()
@@ -272,6 +272,7 @@ def _list_rank_moments(
         if action.kind == "F":
             num_saved += 1
             num_messages += num_own_messages
+            num_losses += stage == last_stage
             last = action[1:]
             continue
         if not is_deferring:
@@ -281,6 +282,7 @@ def _list_rank_moments(
         else:
             num_saved -= 1
             num_messages -= num_own_messages
+            num_losses -= stage == last_stage
             last = None if last == action[1:] else last
             num_received = sum(
                 later.kind != "W" and is_linked[later.stage + (later.kind != "F")]
@@ -293,6 +295,7 @@ def _list_rank_moments(
                     int(last is not None),
                     len(stages_with_gradients) / num_stages,
                     num_messages + is_linked[stage] + (stage < last_stage) + num_received,
+                    num_losses,
                     is_deferring,
                 )
             )

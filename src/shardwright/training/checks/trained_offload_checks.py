@@ -6,7 +6,6 @@ from shardwright.config import Recipe
 from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.plans import Plan
-from shardwright.schedule import has_split_backward
 
 
 def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
@@ -15,7 +14,6 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
     Raises:
         RecipeError: something of the recipe is not covered; the message has what to do instead.
     """
-    layout = plan.layout
     uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
     refusals = (
         (
@@ -35,19 +33,6 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "copies of trained weights in the compute precision would stay on the device",
             "none with precision.working_weights: true without adapters",
             "Remove precision.working_weights",
-        ),
-        (
-            layout.pp > 1 and has_split_backward(layout.schedule),
-            f"schedule {layout.schedule} defers weight gradients, which are computed after their "
-            "block's weights have left",
-            "none with this schedule without adapters",
-            "Choose layout.schedule 1f1b, interleaved_1f1b or gpipe, or train adapters",
-        ),
-        (
-            recipe.model.keep_zeros,
-            "zeros of weights that are not on the device cannot be kept",
-            "none with model.keep_zeros without adapters",
-            "Remove model.keep_zeros",
         ),
     )
     for is_refused, message, allowed, remedy in refusals:
