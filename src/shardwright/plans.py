@@ -249,6 +249,27 @@ def _check_precision(plan: Plan) -> None:
         )
     if plan.precision.working_weights is True:
         _check_working_weights(plan)
+    if plan.precision.master_weights == "bf16":
+        _check_master_weights(plan)
+
+
+def _check_master_weights(plan: Plan) -> None:
+    """Check that products multiply bf16, in our own modules.
+
+    Raises:
+        RecipeError: the run could not have master weights of bf16.
+    """
+    if plan.precision.kind != "bf16":
+        reason = f"products would be in {plan.precision.kind} ({plan.precision_reason})"
+        remedy = "Set precision.kind: bf16, or remove the key"
+    elif isinstance(plan.shape, HFShape):
+        reason = f"transformers' {plan.shape.class_name} has numbers that must stay in fp32"
+        remedy = "Remove the key"
+    else:
+        return
+    raise RecipeError(
+        reason, field="precision.master_weights", got="bf16", allowed="fp32", remedy=remedy
+    )
 
 
 def _check_working_weights(plan: Plan) -> None:
