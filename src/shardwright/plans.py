@@ -123,6 +123,7 @@ class Plan:
         return (
             not self.layout.is_sharded
             and self.precision.kind not in ("fp32", "fp64")
+            and self.precision.master_weights != "bf16"
             and not isinstance(self.shape, HFShape)
             and should_cast_once(
                 self.precision.working_weights,

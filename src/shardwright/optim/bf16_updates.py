@@ -9,6 +9,7 @@ Legend: N rows, C columns.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,10 +36,13 @@ from shardwright.optim.stochastic_rounding import (
     round_to_bf16,
 )
 
+logger = logging.getLogger(__name__)
+
 _ROW_ELEMENTS = 64
 _ALIGNMENT_BYTES = 16
-_MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 16}
-"""Elements from which a tensor is worth a compiled call; the separate operations are a dozen."""
+_MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1}
+"""Elements from which a tensor is worth a compiled call; separate operations are thirty
+launches on a GPU."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements that separate operations update at a time: their fp32 results are temporary."""
 _SAMPLE_SHAPE = (67, _ROW_ELEMENTS)
@@ -156,6 +160,7 @@ class BF16Optimizer(ShardedOptimizer):
         """`seed` is that of the rounding."""
         super().__init__(groups, defaults, model)
         self._compile_function = compile_function
+        self._irregular_names: set[str] = set()
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         self._rounding = StochasticRounding(seed, model, parameters)
 
@@ -209,7 +214,10 @@ class BF16Optimizer(ShardedOptimizer):
             views = [tensor.view(-1, _ROW_ELEMENTS) for tensor in tensors]
             update(_collect(views, is_varying=True), rows, numbers, constants)
             return
+        if rows is None and self._compile_function is not None:
+            self._log_irregular(piece.name)
         _, apply = self.get_functions()
+        tensors[1] = piece.gradient.contiguous()
         flat = [tensor.view(-1) for tensor in tensors]
         device = piece.local.device
         size = _CHUNK_ELEMENTS.get(device.type, len(flat[0]))
@@ -217,6 +225,14 @@ class BF16Optimizer(ShardedOptimizer):
             part = [tensor[start : start + size] for tensor in flat]
             places = rounding.list_places(start, start + len(part[0]), device)
             apply(_collect(part), places, numbers, constants)
+
+    def _log_irregular(self, name: str) -> None:
+        if name not in self._irregular_names:
+            self._irregular_names.add(name)
+            logger.info(
+                "%s: updated by separate operations, because this rank has several parts of it",
+                name,
+            )
 
     def _find_function(
         self, tensors: Sequence[Tensor], rows: RowPlaces, constants: Any

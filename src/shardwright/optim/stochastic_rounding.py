@@ -150,7 +150,8 @@ class PieceRounding:
 
     def list_places(self, start: int, stop: int, device: torch.device) -> Tensor:
         """List the places of elements of the flattened piece, int32."""
-        begin, end = self.offset + start, self.offset + stop
+        begin = self.offset + start
+        end = self.offset + stop
         if self.runs is None:
             assert self.all_places is not None
             places = self.all_places[begin:end].to(device)
@@ -199,7 +200,7 @@ class StochasticRounding:
         self._model = model
         self._parameters = parameters
         self._keys: dict[str, int] = {}
-        """By parameter, before the update's number."""
+        """Keys of seed and parameter, to which an update adds its number."""
         self._runs: dict[str, PlaceRuns | None] = {}
 
     def compute_key(self, name: str, num_updates: int) -> Tensor:

@@ -117,6 +117,7 @@ def build_template(
         resident_state_bytes=2 * moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
+        has_bf16_masters=recipe.precision.master_weights == "bf16",
         working_weights=recipe.working_weights,
         # `auto` is decided by the device. Without compilation a step needs no less memory and time.
         compile=recipe.model.compile is True,

@@ -138,7 +138,7 @@ def test_seed_update_and_name_change_the_random_numbers(rule: str) -> None:
         assert not any(torch.equal(moved, other) for other in results[:index])
 
 
-def test_moments_follow_what_rounding_to_nearest_would_stop() -> None:
+def test_moments_fall_by_less_than_half_a_step() -> None:
     """With beta2 = 0.999 a mean square falls by a thousandth, less than half a step of bf16."""
     weight = torch.zeros(64, 64).bfloat16()
     gradients = [torch.ones(64, 64).bfloat16(), *[torch.zeros(64, 64).bfloat16()] * 100]
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[tuple[int, ...], list[tuple[Any, Any]]]] = {
 IRREGULAR = {"all dims", "sections", "columns of sections"}
 
 
-def cut(whole: Tensor, boxes: list[tuple[Any, Any]]) -> Tensor:
+def take_part(whole: Tensor, boxes: list[tuple[Any, Any]]) -> Tensor:
     """Return the local part of a tensor."""
     shape = [
         max(start + size for start, size in sides)
@@ -202,14 +202,16 @@ def check_parts(rule: str, compiler: FunctionCompiler | None) -> None:
         gradients = make_gradients(shape)
         whole = train(*build(rule, weight, Model(shape)), gradients)
         local = [ParameterBox(*pair) for pair in boxes]
-        assert (find_runs(cut(weight, boxes).shape, shape, local) is None) == (name in IRREGULAR)
+        assert (find_runs(take_part(weight, boxes).shape, shape, local) is None) == (
+            name in IRREGULAR
+        )
         part = train(
-            *build(rule, cut(weight, boxes), Model(shape, *local), compiler=compiler),
-            [cut(gradient, boxes) for gradient in gradients],
+            *build(rule, take_part(weight, boxes), Model(shape, *local), compiler=compiler),
+            [take_part(gradient, boxes) for gradient in gradients],
         )
         for key, tensor in part.items():
             if whole[key].shape == shape:  # not scales of blocks
-                assert torch.equal(tensor, cut(whole[key], boxes)), (name, key)
+                assert torch.equal(tensor, take_part(whole[key], boxes)), (name, key)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -237,7 +239,7 @@ def test_compiled_updates_have_the_bits_of_separate_operations(
 def test_pieces_are_rounded_as_the_whole(rule: str) -> None:
     shape, boxes = CASES["columns"]
     local = [ParameterBox(*pair) for pair in boxes]
-    weight = cut(torch.randn(shape).bfloat16(), boxes)
+    weight = take_part(torch.randn(shape).bfloat16(), boxes)
     gradient = torch.randn(weight.shape).bfloat16()
     expected = train(*build(rule, weight, Model(shape, *local)), [gradient])["weight"]
     parameter, optimizer = build(rule, weight, Model(shape, *local))
@@ -273,7 +275,7 @@ def test_places_beyond_32_bits_wrap_around() -> None:
 
 
 def test_an_exact_update_rounds_as_fp32_does() -> None:
-    """Where nothing is to be rounded, weights equal those of fp32: powers of two."""
+    """Powers of two need no rounding: weights equal those of fp32."""
     weight = torch.full((64, 64), 2.0).bfloat16()
     gradients = [torch.full((64, 64), 0.25).bfloat16()]
     parameter, optimizer = build("sgd", weight, Model((64, 64)), weight_decay=0.0)
