@@ -136,6 +136,9 @@ def test_seed_update_and_name_change_the_random_numbers(rule: str) -> None:
     assert all(0 < int(moved.sum()) < 4096 for moved in results)
     for index, moved in enumerate(results):
         assert not any(torch.equal(moved, other) for other in results[:index])
+    rounding = StochasticRounding(0, Model((64, 64)), {})
+    keys = {int(rounding.compute_key(name, step)) for name in "ab" for step in (1, 2)}
+    assert len(keys) == 4
 
 
 def test_moments_fall_by_less_than_half_a_step() -> None:
