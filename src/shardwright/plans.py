@@ -251,20 +251,24 @@ def _check_precision(plan: Plan) -> None:
     if plan.precision.working_weights is True:
         _check_working_weights(plan)
     if plan.precision.master_weights == "bf16":
-        _check_master_weights(plan)
+        check_bf16_weights(plan.precision.kind, plan.shape, plan.precision_reason)
 
 
-def _check_master_weights(plan: Plan) -> None:
+def check_bf16_weights(kind: str, shape: ModelShape, kind_reason: str | None = None) -> None:
     """Check that products multiply bf16, in our own modules.
+
+    Args:
+        kind: resolved kind of the precision.
+        kind_reason: why `auto` chose it.
 
     Raises:
         RecipeError: the run could not have master weights of bf16.
     """
-    if plan.precision.kind != "bf16":
-        reason = f"products would be in {plan.precision.kind} ({plan.precision_reason})"
+    if kind != "bf16":
+        reason = f"products would be in {kind}{'' if kind_reason is None else f' ({kind_reason})'}"
         remedy = "Set precision.kind: bf16, or remove the key"
-    elif isinstance(plan.shape, HFShape):
-        reason = f"transformers' {plan.shape.class_name} has numbers that must stay in fp32"
+    elif isinstance(shape, HFShape):
+        reason = f"transformers' {shape.class_name} has numbers that must stay in fp32"
         remedy = "Remove the key"
     else:
         return
