@@ -30,7 +30,7 @@ from shardwright.plans import BatchPlan
 from shardwright.training.metrics.step_times import StepTimes
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.grid import GRID_MODELS
-from tests.multiprocess.models import LLAMA, build_model
+from tests.multiprocess.models import LLAMA, TENSOR_LLAMA, build_model
 from tests.multiprocess.pool import RankPool
 
 TOKENS = 12
@@ -129,7 +129,7 @@ def train_in_bf16(
 ) -> tuple[set[torch.dtype], set[torch.dtype]]:
     """Return the dtypes of weights, gradients and moments, and those of all-reduced gradients."""
     precision = PrecisionSection(kind="bf16", master_weights="bf16", reduce_dtype=reduce_dtype)
-    model = build(layout, precision)
+    model = build(layout, precision, TENSOR_LLAMA)
     optimizer: Any = build_optimizer(
         model.named_parameters(),
         OptimizerSection(),
