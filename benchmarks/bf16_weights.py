@@ -5,7 +5,7 @@
 Trains the model of `benchmarks.low_precision` on the same text. Products are computed in fp32 in
 all runs, so that only the precision of what is stored differs; without units for bf16 they are
 also much faster. Runs that have finished are kept in the folder; a second start trains the others.
-`--publish` writes the page, its numbers and its curves.
+`--publish` writes the page and its numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,9 +77,9 @@ def round_to_nearest() -> Iterator[None]:
         yield
 
 
-def list_runs() -> list[Run]:
+def list_runs(seeds: Sequence[int]) -> list[Run]:
     """List all runs, seed by seed."""
-    return [Run(rounding, rate, seed) for seed in SEEDS for rate in RATES for rounding in ROUNDINGS]
+    return [Run(rounding, rate, seed) for seed in seeds for rate in RATES for rounding in ROUNDINGS]
 
 
 def train_run(folder: Path, run: Run, num_steps: int) -> dict[str, Any]:
@@ -112,12 +112,12 @@ def train_run(folder: Path, run: Run, num_steps: int) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, num_steps: int) -> dict[str, Any]:
+def measure(folder: Path, num_steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Train every run that the folder has no result of; return all losses."""
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / "runs.json"
     rows: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
-    for run in list_runs():
+    for run in list_runs(seeds):
         if run.name not in rows:
             rows[run.name] = train_run(folder, run, num_steps)
             results.write_text(format_rows(rows) + "\n")
@@ -125,7 +125,8 @@ def measure(folder: Path, num_steps: int) -> dict[str, Any]:
     return {
         "conditions": read_conditions(),
         "steps": num_steps,
-        "runs": [rows[run.name] for run in list_runs()],
+        "seeds": list(seeds),
+        "runs": [rows[run.name] for run in list_runs(seeds)],
     }
 
 
@@ -136,17 +137,16 @@ def render_table(result: dict[str, Any], rate: str, field: str) -> str:
         rounding: [row[field] for row in rows if row["rounding"] == rounding]
         for rounding in ROUNDINGS
     }
+    seeds = ", ".join(map(str, result["seeds"]))
     lines = [
-        "| stored in | seeds 1, 2, 3 | minus fp32 of the same seed | mean difference |",
-        "| --- | ---: | ---: | ---: |",
+        f"| stored in | seed {seeds} | minus fp32 of the same seed |",
+        "| --- | ---: | ---: |",
     ]
     for rounding, each in losses.items():
         differences = np.subtract(each, losses["fp32"])
         values = ", ".join(f"{loss:.4f}" for loss in each)
-        more = " | | |"
-        if rounding != "fp32":
-            more = f" | {', '.join(f'{d:+.4f}' for d in differences)} | {differences.mean():+.4f} |"
-        lines.append(f"| {rounding} | {values}{more}")
+        more = ", ".join(f"{difference:+.4f}" for difference in differences)
+        lines.append(f"| {rounding} | {values} | {'' if rounding == 'fp32' else more} |")
     return "\n".join(lines)
 
 
@@ -177,12 +177,15 @@ nearest, which shardwright does not offer. A Llama of {MODEL["num_hidden_layers"
 tokens, cosine schedule, beta2 0.99. Products are computed in fp32 in all runs, so only the
 precision of what is stored differs. Runs of one seed see the same batches.
 
-    SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.bf16_weights --folder /tmp/runs --publish
+    SHARDWRIGHT_DATA=/path/to/data python -m benchmarks.bf16_weights --folder /tmp/runs \\
+        --seeds {" ".join(map(str, result["seeds"]))} --publish
 
 {chr(10).join(parts)}
 Conditions: one process on {conditions["processor"]}, torch {conditions["packages"]["torch"]},
 {conditions["date"]}.
-The model is small and the runs are short; larger ones are not measured.
+Seeds of bf16 lie up to 0.014 apart on this model with the first schedule
+([measured](low-precision-training.md)). The model is small and the runs are short; larger ones are
+not measured.
 """
 
 
@@ -193,9 +196,10 @@ def main() -> None:
     )
     parser.add_argument("--publish", action="store_true", help="write the page and its numbers")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--folder", type=Path, required=True, help="folder of the runs")
     options = parser.parse_args()
-    result = measure(options.folder, options.steps)
+    result = measure(options.folder, options.steps, options.seeds)
     print(render_page(result))
     if options.publish:
         NUMBERS.write_text(format_rows(result) + "\n")

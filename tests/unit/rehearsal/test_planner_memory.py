@@ -117,7 +117,7 @@ WHOLE_LOGITS = {
     }
 }
 BF16 = {"precision": {"kind": "bf16", "master_weights": "bf16"}}
-BF16_BLOCKS = BF16 | {"optimizer": {"name": "adamw_8bit", "block_size": 32}}
+BF16_BLOCKS = BF16 | {"optimizer": {"name": "adamw_8bit"}}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])

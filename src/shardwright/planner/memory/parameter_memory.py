@@ -398,9 +398,13 @@ def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:
     if candidate.is_sharded:
         gather_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
         return num_elements * (gather_bytes + candidate.reduce_bytes)
-    if _has_buckets(candidate) and candidate.should_reduce_in_bf16 != candidate.has_bf16_masters:
-        share = 2.0 if candidate.has_bf16_masters else 0.5  # of a bucket's bytes
-        return 4.0 * share * candidate.layout.bucket_size_bytes
+    if not _has_buckets(candidate):
+        return 0.0
+    bucket_bytes = candidate.layout.bucket_size_bytes
+    if candidate.has_bf16_masters and not candidate.should_reduce_in_bf16:
+        return min(8.0 * bucket_bytes, num_elements * candidate.reduce_bytes)
+    if candidate.should_reduce_in_bf16 and not candidate.has_bf16_masters:
+        return 2.0 * bucket_bytes
     return 0.0
 
 
