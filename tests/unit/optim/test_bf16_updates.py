@@ -223,7 +223,9 @@ def test_a_part_is_rounded_as_in_the_whole(rule: str, monkeypatch: pytest.Monkey
     check_parts(rule, None)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", ["adamw", *(pytest.param(rule, marks=pytest.mark.long) for rule in RULES[1:])]
+)
 def test_compiled_updates_have_the_bits_of_separate_operations(
     rule: str, compiler: FunctionCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
