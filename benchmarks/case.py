@@ -75,6 +75,8 @@ class Case:
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     has_offloaded_moments: bool = False
     """True if the optimizer's moments are in host memory."""
+    has_bf16_weights: bool = False
+    """True if weights, gradients and moments are stored in bf16, as torchtune always does."""
     device: Literal["cpu", "cuda"] = "cpu"
     random_weights: bool = False
     optimisation: Optimisation = field(default_factory=Optimisation)

@@ -330,7 +330,10 @@ def select_contenders(case: GpuCase, contenders: list[str], skipped: dict[str, s
     if reason:
         skipped["other contenders with LoRA"] = reason
     has_peers = case.shape.has_peers and not reason
-    return [name for name in contenders if has_peers or name == "shardwright"]
+    own = {"shardwright"}
+    if case.settings.has_bf16_weights and case.settings.optimizer == "adamw":
+        own.add("torchtune")
+    return [name for name in contenders if has_peers or name in own]
 
 
 def find_cluster(device_name: str, contenders: list[str]) -> Cluster | None:

@@ -66,6 +66,7 @@ class GpuCase:
             lora_rank=self.shape.lora_rank,
             optimizer=self.settings.optimizer,
             has_offloaded_moments=self.settings.has_offloaded_moments,
+            has_bf16_weights=self.settings.has_bf16_weights,
             device=device,  # type: ignore[arg-type]
             random_weights=True,
         )
@@ -97,6 +98,8 @@ class GpuCase:
             options.append(f"LoRA of rank {self.shape.lora_rank}")
         if self.settings.optimizer == "adamw_8bit":
             options.append("8-bit AdamW")
+        if self.settings.has_bf16_weights:
+            options.append("weights and moments in bf16")
         if self.settings.has_offloaded_moments:
             options.append("moments in host memory")
         if self.shape.has_fitted_layers:

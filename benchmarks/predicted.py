@@ -117,6 +117,7 @@ def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
         offload="optimizer" if case.has_offloaded_moments else "none",
         compile=case.compile,
         working_weights="auto",
+        has_bf16_masters=case.has_bf16_weights,
         compile_functions="auto",
         is_loss_chunk_auto=True,
         has_masked_kernels=case.device == "cuda",

@@ -114,6 +114,8 @@ class Settings:
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     has_offloaded_moments: bool = False
     """True if the optimizer's moments are in host memory."""
+    has_bf16_weights: bool = False
+    """True if weights, gradients and moments are stored in bf16, as torchtune stores them."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Shape:
     has_fitted_layers: bool = False
     """True if the model has as many layers as fit, at most those of `config`."""
     has_peers: bool = True
-    """False if other contenders cannot run it, or not with the same settings."""
+    """False if other contenders cannot run it, or not with the same settings: torchtune runs what
+    is stored in bf16."""
     compared_with: str = ""
     """Shape whose MFU is the measure of this one's; its cases have the same lengths."""
 
@@ -193,6 +196,15 @@ SHAPES = {
         {4096: 2, 8192: 1},
         part=6,
     ),
+    "llama-3-8b-12-layers-bf16-weights": Shape(
+        _LLAMA_3_8B | {"num_hidden_layers": 12},
+        {4096: 2, 8192: 1},
+        part=6,
+        variants=("-compile",),
+        settings=(Settings(has_bf16_weights=True),),
+        has_peers=False,
+        compared_with="llama-3-8b-12-layers",
+    ),
     "llama-3-8b-lora": Shape(
         _LLAMA_3_8B,
         {4096: 2, 8192: 1},
@@ -211,6 +223,18 @@ SHAPES = {
             Settings(recompute=True),
             Settings(recompute=True, optimizer="adamw_8bit"),
             Settings(recompute=True, has_offloaded_moments=True),
+        ),
+        has_peers=False,
+    ),
+    "llama-3-8b-bf16-weights": Shape(
+        _LLAMA_3_8B,
+        {4096: 2, 8192: 1},
+        part=9,
+        variants=("-compile",),
+        settings=(
+            Settings(has_bf16_weights=True),
+            Settings(has_bf16_weights=True, recompute=True),
+            Settings(has_bf16_weights=True, recompute=True, optimizer="adamw_8bit"),
         ),
         has_peers=False,
     ),

@@ -135,6 +135,13 @@ ROWS = (
         _FULL | {"layout": _ZERO3, "precision": "bf16"},
     ),
     Row(
+        "master weights bf16",
+        "weights, gradients and moments in bf16 too, rounded stochastically",
+        "when memory is short",
+        "optimizers.md#weights-in-bf16",
+        _FULL | {"layout": _ZERO3, "precision": "bf16", "has_bf16_masters": True},
+    ),
+    Row(
         "precision fp8",
         "matmuls in fp8",
         "on GPUs with 8-bit units; four layers took 0.90 of the time of bf16 on one H200",

@@ -205,7 +205,10 @@ def build_recipe(case: Case) -> Recipe:
         },
         "adapters": None if case.lora_rank is None else {"rank": case.lora_rank},
         "offload": {"optimizer": "host" if case.has_offloaded_moments else "none"},
-        "precision": case.precision,
+        "precision": {
+            "kind": case.precision,
+            "master_weights": "bf16" if case.has_bf16_weights else "fp32",
+        },
         "recompute": case.recompute,
         "layout": {"zero_stage": case.zero_stage},
         "run": {"device": case.device},

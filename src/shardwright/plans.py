@@ -123,6 +123,7 @@ class Plan:
         return (
             not self.layout.is_sharded
             and self.precision.kind not in ("fp32", "fp64")
+            and self.precision.master_weights != "bf16"
             and not isinstance(self.shape, HFShape)
             and should_cast_once(
                 self.precision.working_weights,
@@ -249,6 +250,31 @@ def _check_precision(plan: Plan) -> None:
         )
     if plan.precision.working_weights is True:
         _check_working_weights(plan)
+    if plan.precision.master_weights == "bf16":
+        check_bf16_weights(plan.precision.kind, plan.shape, plan.precision_reason)
+
+
+def check_bf16_weights(kind: str, shape: ModelShape, kind_reason: str | None = None) -> None:
+    """Check that products multiply bf16, in our own modules.
+
+    Args:
+        kind: resolved kind of the precision.
+        kind_reason: why `auto` chose it.
+
+    Raises:
+        RecipeError: the run could not have master weights of bf16.
+    """
+    if kind != "bf16":
+        reason = f"products would be in {kind}{'' if kind_reason is None else f' ({kind_reason})'}"
+        remedy = "Set precision.kind: bf16, or remove the key"
+    elif isinstance(shape, HFShape):
+        reason = f"transformers' {shape.class_name} has numbers that must stay in fp32"
+        remedy = "Remove the key"
+    else:
+        return
+    raise RecipeError(
+        reason, field="precision.master_weights", got="bf16", allowed="fp32", remedy=remedy
+    )
 
 
 def _check_working_weights(plan: Plan) -> None:

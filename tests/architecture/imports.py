@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("architecture", "layout", "schedule"),
     ("placement",),
     ("plans",),
+    ("hashing",),
     ("model", "numerics", "optim", "data", "checkpoint", "planner", "cluster", "convert"),
     ("parallel", "offload", "peer_copies", "report", "watchdog"),
     ("launch",),

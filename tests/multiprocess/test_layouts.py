@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from shardwright.plans import BatchPlan
 from shardwright.training.metrics.step_times import StepTimes
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.grid import GRID_MODELS
-from tests.multiprocess.models import LLAMA, build_model
+from tests.multiprocess.models import LLAMA, TENSOR_LLAMA, build_model
 from tests.multiprocess.pool import RankPool
 
 TOKENS = 12
@@ -121,6 +122,50 @@ def collect_dtypes(layout: Layout, precision: PrecisionSection) -> set[torch.dty
             optimizer.state[parameter][moment].dtype for moment in ("exp_avg", "exp_avg_sq")
         }
     return dtypes
+
+
+def train_in_bf16(
+    layout: Layout, reduce_dtype: Literal["fp32", "bf16"]
+) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Return the dtypes of weights, gradients and moments, and those of all-reduced gradients."""
+    precision = PrecisionSection(kind="bf16", master_weights="bf16", reduce_dtype=reduce_dtype)
+    model = build(layout, precision, TENSOR_LLAMA)
+    optimizer: Any = build_optimizer(
+        model.named_parameters(),
+        OptimizerSection(),
+        learning_rate=0.1,
+        weight_decay=0.0,
+        model=model,
+    )
+    summed = set()
+    all_reduce = dist.all_reduce
+
+    def record(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        if tensor.numel() >= LLAMA["hidden_size"]:
+            summed.add(tensor.dtype)
+        return all_reduce(tensor, *arguments, **options)
+
+    with mock.patch.object(dist, "all_reduce", record):
+        rank = 0 if layout.tp > 1 else dist.get_rank()
+        accumulate_gradients(model, micro_batches(rank), seed=0, step=0)
+    dtypes = {gradient.dtype for gradient, _ in model.list_gradients() if gradient is not None}
+    update_parameters(model, optimizer, learning_rate=0.1, max_grad_norm=1.0)
+    for _, parameter in model.named_parameters():
+        dtypes |= {parameter.dtype}
+        dtypes |= {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")}
+    return dtypes, summed
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(tp=2), Layout(dp_replicate=2, pp=2)], ids=str)
+def test_bf16_weights_have_bf16_gradients_that_are_summed_in_fp32(
+    ranks: RankPool, layout: Layout
+) -> None:
+    for dtypes, summed in ranks.run(layout.world_size, train_in_bf16, layout, "fp32"):
+        assert dtypes == {torch.bfloat16}
+        assert torch.bfloat16 not in summed
+    if layout == LAYOUTS[0]:
+        for _, summed in ranks.run(2, train_in_bf16, layout, "bf16"):
+            assert summed == {torch.bfloat16}
 
 
 def update_with_a_bad_replica(layout: Layout) -> tuple[bool, float, bool]:

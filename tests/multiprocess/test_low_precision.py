@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright import hashing
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import FP8Section
 from shardwright.config.training import OptimizerSection
 from shardwright.layout import Layout
-from shardwright.model import hashing
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import QuantisedMatrix, Scaling
 from shardwright.optim import build_optimizer

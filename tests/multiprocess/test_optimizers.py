@@ -62,8 +62,12 @@ RULES: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
     "adafactor": {"name": "adafactor"},
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
+    "adamw in bf16": {"name": "adamw"},
+    "adamw_8bit in bf16": {"name": "adamw_8bit", "block_size": 32},
+    "sgd in bf16": {"name": "sgd", "momentum": 0.9},
 }
-ROUNDING = {"muon": 2e-7, "adafactor": 3e-7, "adamw_8bit": 0.0}
+"""Rules `in bf16` update weights that are stored in bf16."""
+ROUNDING = dict.fromkeys(RULES, 0.0) | {"muon": 2e-7, "adafactor": 3e-7}
 """Muon's matrices are bit-equal; torch's fused AdamW updates the other parameters and rounds
 the last elements of a tensor differently. Adafactor sums in another order; sums are rounded
 from fp64, the update from fp32.
@@ -72,13 +76,18 @@ from fp64, the update from fp32.
 TIED = QWEN3 | {"tie_word_embeddings": True}
 ALL_RULES = tuple(RULES)
 MATRIX_RULES = ("muon", "adafactor")
+MANY_RULES = (*MATRIX_RULES, "adamw in bf16")
+BLOCK_RULES = ("adamw_8bit", "adamw_8bit in bf16")
 LAYOUTS: list[tuple[str, dict[str, Any], Layout, tuple[str, ...]]] = [
-    ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), MATRIX_RULES),
-    ("tp2, key-value heads shared", EVEN, Layout(tp=2, sequence_parallel=False), MATRIX_RULES),
-    ("tp2 of [in, out] matrices", GPT2, Layout(tp=2), MATRIX_RULES),
+    ("zero0", LLAMA, Layout(dp_replicate=2), ("adamw in bf16",)),
+    ("zero3", LLAMA, Layout(dp_shard=2, zero_stage=3), MANY_RULES),
+    ("cp2 x zero2", LLAMA, Layout(dp_shard=1, cp=2, zero_stage=2), ("adamw in bf16",)),
+    ("tp2, key-value heads shared", EVEN, Layout(tp=2, sequence_parallel=False), MANY_RULES),
+    ("tp2 of [in, out] matrices", GPT2, Layout(tp=2), MANY_RULES),
     ("pp2, tied embeddings", TIED, Layout(pp=2), MATRIX_RULES),
-    ("zero3", WIDE, Layout(dp_shard=2, zero_stage=3), ("adamw_8bit",)),
-    ("tp2", WIDE, Layout(tp=2), ("adamw_8bit",)),
+    ("pp2 x zero1", TIED, Layout(dp_shard=2, pp=2, zero_stage=1), ("adamw in bf16",)),
+    ("zero3", WIDE, Layout(dp_shard=2, zero_stage=3), BLOCK_RULES),
+    ("tp2", WIDE, Layout(tp=2), BLOCK_RULES),
     ("ep2", MOE, Layout(dp_shard=2, ep=2, zero_stage=1), ALL_RULES),
     ("tp2 x zero3, experts", MOE, Layout(dp_shard=2, tp=2, zero_stage=3), ALL_RULES),
 ]
@@ -95,11 +104,12 @@ def build(
     with torch.device("meta"):
         decoder = Decoder(shape)
     specs = {spec.name: spec for spec in shape.list_parameters()}
+    precision = PrecisionSection(kind="fp32")
+    if rule.endswith(" in bf16"):
+        precision = PrecisionSection(kind="bf16", master_weights="bf16")
     model = apply_layout(
         decoder,
-        build_plan(
-            shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), PrecisionSection(kind="fp32")
-        ),
+        build_plan(shape, layout, BatchPlan(8, 2, 2, layout.data_ranks), precision),
         build_mesh(layout, "cpu"),
         torch.device("cpu"),
         read_slice=lambda name, bounds: initialise_parameter(

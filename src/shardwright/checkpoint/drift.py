@@ -83,9 +83,9 @@ def split_allowed(
     refused = []
     for difference in differences:
         reason = next(
-            (reason for name, reason in fixed.items() if _is_below(difference.field, name)), None
+            (reason for name, reason in fixed.items() if is_below(difference.field, name)), None
         )
-        if reason is None and any(_is_below(difference.field, name) for name in allowed):
+        if reason is None and any(is_below(difference.field, name) for name in allowed):
             accepted.append(difference)
         else:
             refused.append(
@@ -94,7 +94,8 @@ def split_allowed(
     return accepted, refused
 
 
-def _is_below(name: str, ancestor: str) -> bool:
+def is_below(name: str, ancestor: str) -> bool:
+    """Return True if a dotted name is `ancestor` or below it."""
     return name == ancestor or name.startswith(f"{ancestor}.")
 
 

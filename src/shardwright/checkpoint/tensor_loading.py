@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -179,6 +180,7 @@ def load_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     allow_non_finite: bool = False,
+    converts_dtypes: bool = False,
 ) -> dict[str, Any]:
     """Load `tensors` in place and return the values. Collective over `group`.
 
@@ -189,6 +191,8 @@ def load_checkpoint(
             exactly the saved tensors.
         group: ranks that load together; None is the default group, or this process alone.
         allow_non_finite: Warn of tensors that contain NaN or infinity instead of raising.
+        converts_dtypes: Convert floating-point tensors of other dtypes, which are read to host
+            memory first, instead of raising.
 
     Raises:
         CheckpointError: damage, or tensors that are missing, surplus or of another shape or
@@ -204,10 +208,14 @@ def load_checkpoint(
         else open_checkpoint(checkpoint, group=group, should_cache=True)
     )
     values = read_values(verified, group=group)
-    local_tensors = _match_tensors(ranks, verified, tensors)
+    local_tensors = _match_tensors(ranks, verified, tensors, converts_dtypes=converts_dtypes)
     report: dict[str, Any] = {"fault": None, "non_finite": []}
     try:
-        _fill_tensors(local_tensors, verified, ranks)
+        stored = _allocate_stored(local_tensors, verified.manifest)
+        _fill_tensors(local_tensors | stored, verified, ranks)
+        for name, tensor in stored.items():
+            for target, part in zip(local_tensors[name].slices, tensor.slices, strict=True):
+                target.values.copy_(part.values)
         report["non_finite"] = find_non_finite(local_tensors)
     except (ShardwrightError, OSError, RuntimeError) as error:
         report["fault"] = str(error)
@@ -271,6 +279,8 @@ def _match_tensors(
     ranks: RankGroup,
     checkpoint: VerifiedCheckpoint,
     tensors: Mapping[str, torch.Tensor | ParameterShard],
+    *,
+    converts_dtypes: bool,
 ) -> dict[str, LocalTensor]:
     """Return the local tensors after comparing all ranks' tensors with the checkpoint."""
     local_tensors: dict[str, LocalTensor] = {}
@@ -289,7 +299,9 @@ def _match_tensors(
                 f"{name} has shape {saved.shape} in the "
                 f"checkpoint, {local_tensors[name].shape} here"
             )
-        elif saved.dtype != local_tensors[name].dtype:
+        elif saved.dtype != local_tensors[name].dtype and not (
+            converts_dtypes and _are_floating_point(saved.dtype, local_tensors[name].dtype)
+        ):
             problems.append(
                 f"{name} is {saved.dtype} in the checkpoint, {local_tensors[name].dtype} here"
             )
@@ -306,6 +318,26 @@ def _match_tensors(
             field=str(checkpoint.path),
         )
     return local_tensors
+
+
+def _are_floating_point(*names: str) -> bool:
+    return all(DTYPES[name].is_floating_point for name in names)
+
+
+def _allocate_stored(
+    local_tensors: Mapping[str, LocalTensor], manifest: Manifest
+) -> dict[str, LocalTensor]:
+    """Allocate the tensors that the checkpoint has in another dtype, in host memory."""
+    stored = {}
+    for name, tensor in local_tensors.items():
+        dtype = manifest.tensors[name].dtype
+        if dtype != tensor.dtype:
+            slices = tuple(
+                replace(part, values=torch.empty(part.values.shape, dtype=DTYPES[dtype]))
+                for part in tensor.slices
+            )
+            stored[name] = replace(tensor, dtype=dtype, slices=slices)
+    return stored
 
 
 class _OpenFiles:

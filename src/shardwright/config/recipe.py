@@ -126,6 +126,23 @@ class Recipe(RecipeSection):
         return self
 
     @model_validator(mode="after")
+    def _check_master_weights(self) -> Recipe:
+        if self.precision.master_weights == "fp32":
+            return self
+        if self.optimizer.name in ("muon", "adafactor"):
+            raise ValueError(
+                f"`precision.master_weights: bf16` does not support `optimizer.name: "
+                f"{self.optimizer.name}`; use adamw, adamw_8bit or sgd, or remove `master_weights`"
+            )
+        if self.has_offloaded_trained_weights:
+            raise ValueError(
+                "`precision.master_weights: bf16` does not support trained weights that are "
+                f"offloaded (`offload.parameters: {self.offload.parameters}`); offload only the "
+                "moments (`offload.optimizer`), or remove `master_weights`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_adapters(self) -> Recipe:
         if self.adapters is not None and self.model.freeze:
             raise ValueError(

@@ -135,7 +135,8 @@ class OptimizerSection(RecipeSection):
 
 
 class PrecisionSection(RecipeSection):
-    """Compute precision; master weights and moments stay fp32 (fp64 with `kind: fp64`)."""
+    """Compute precision; master weights and moments are fp32 (fp64 with `kind: fp64`) unless
+    `master_weights` says otherwise."""
 
     kind: PrecisionKind = "auto"
     """Precision of matrix products. `auto` is bf16 if the device multiplies bf16 natively,
@@ -146,6 +147,12 @@ class PrecisionSection(RecipeSection):
     """Options of `kind: fp8`; null uses their defaults."""
     nvfp4: NVFP4Section | None = None
     """Options of `kind: nvfp4`; its `experimental` must be true."""
+    master_weights: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which trained weights, their gradients and moments are stored. `bf16`, for
+    `kind: bf16`, takes 8 instead of 16 bytes per parameter with AdamW, 6 with `adamw_8bit`. New
+    weights and moments are rounded stochastically, alike in every layout. Gradients of
+    micro-batches are added in bf16 (under zero_stage 1 in `reduce_dtype`). For the optimizers
+    adamw, adamw_8bit and sgd."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which gradients are summed over ranks; with bf16, FSDP2 (zero_stage 1 to 3)
     also accumulates micro-batches in bf16."""
@@ -171,6 +178,16 @@ class PrecisionSection(RecipeSection):
             raise ValueError(
                 f"`working_weights` has no effect with `kind: {self.kind}`, which multiplies the "
                 "master weights themselves; remove it"
+            )
+        if self.master_weights == "bf16" and self.kind not in ("bf16", "auto"):
+            raise ValueError(
+                f"`master_weights: bf16` needs products of bf16, got `kind: {self.kind}`; set "
+                "`kind: bf16`, or remove `master_weights`"
+            )
+        if self.master_weights == "bf16" and self.working_weights is True:
+            raise ValueError(
+                "`working_weights` has no effect with `master_weights: bf16`, whose weights are "
+                "multiplied as they are; remove it"
             )
         for name in ("fp8", "nvfp4"):
             if getattr(self, name) is not None and self.kind != name:

@@ -83,6 +83,7 @@ class EmitRequest:
             "evaluation": bool(recipe.evaluation.model_fields_set),
             "checkpoint": bool(recipe.checkpoint.model_fields_set),
             "elastic": bool(recipe.elastic.model_fields_set),
+            "precision.master_weights": recipe.precision.master_weights != "fp32",
             "precision.reduce_dtype": recipe.precision.reduce_dtype != "fp32",
         }
         for key, is_set in not_carried.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.architecture import ModelShape
-from shardwright.model.hashing import combine_bits, hash_numbers, mix_bits, to_int32
+from shardwright.hashing import combine_bits, hash_numbers, mix_bits, to_int32
 from shardwright.model.tensor_parallel_hooks import TensorParallelHooks
 
 

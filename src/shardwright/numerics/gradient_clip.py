@@ -189,7 +189,8 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for same_dtype in by_dtype.values():
         # The factor is rounded to fp32 or wider, and the product once, to the gradient's dtype.
-        rounded = (
-            factor.to(_choose_sum_dtype(same_dtype[0])) if isinstance(factor, Tensor) else factor
-        )
+        # torch on a CPU would round a number that is no tensor to 16 bits first.
+        rounded = factor
+        if isinstance(factor, Tensor) or same_dtype[0].is_cpu:
+            rounded = torch.as_tensor(factor, dtype=_choose_sum_dtype(same_dtype[0]))
         torch._foreach_mul_(same_dtype, rounded)

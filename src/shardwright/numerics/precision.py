@@ -37,8 +37,8 @@ _COMPUTE_DTYPES = {
 def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     """Return the dtypes of a precision kind.
 
-    Master weights are fp32, or fp64 with `kind: fp64`. Gradients are reduced in fp32 (fp64)
-    unless the recipe sets bf16.
+    Master weights are fp32, or fp64 with `kind: fp64`, unless the recipe sets bf16. Gradients are
+    reduced in fp32 (fp64) unless the recipe sets bf16.
 
     >>> resolve_dtypes(PrecisionSection(kind="bf16"))
     PrecisionDtypes(param=torch.float32, compute=torch.bfloat16, reduce=torch.float32)
@@ -46,8 +46,9 @@ def resolve_dtypes(precision: PrecisionSection) -> PrecisionDtypes:
     assert precision.kind != "auto", "the plan resolves `auto`"
     low = precision.low_precision
     compute = _COMPUTE_DTYPES[precision.kind if low is None else low.compute]
-    param = torch.promote_types(compute, torch.float32)
-    reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else param
+    wide = torch.promote_types(compute, torch.float32)
+    param = torch.bfloat16 if precision.master_weights == "bf16" else wide
+    reduce = torch.bfloat16 if precision.reduce_dtype == "bf16" else wide
     return PrecisionDtypes(param=param, compute=compute, reduce=reduce)
 
 

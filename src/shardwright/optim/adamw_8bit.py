@@ -37,6 +37,7 @@ from shardwright.optim.sharded_optimizer import (
     count_elements,
     get_local_tensor,
 )
+from shardwright.optim.stochastic_rounding import PieceRounding, StochasticRounding
 
 MIN_QUANTISED_ELEMENTS = 4096
 """Smaller matrices have fp32 moments, whose memory is negligible (Dettmers et al.)."""
@@ -138,8 +139,14 @@ class AdamW8bit(ShardedOptimizer):
         eps: float,
         block_size: int,
         compile_function: CompileFunction | None = None,
+        rounding_seed: int | None = None,
     ) -> None:
+        """`rounding_seed` is the seed of the stochastic rounding of weights that are in bf16."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps}, model)
+        self._rounding = None
+        if rounding_seed is not None:
+            parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+            self._rounding = StochasticRounding(rounding_seed, model, parameters)
         self.block_size = block_size
         require_torchao()
         self._update = QuantisedUpdate(block_size, compile_function)
@@ -190,13 +197,23 @@ class AdamW8bit(ShardedOptimizer):
             state = piece.state
             state["step"] += 1
             factors = compute_factors(state["step"], piece.group, self.gradient_factor)
+            rounding = None
+            if self._rounding is not None:
+                rounding = self._rounding.prepare(piece, int(state["step"]))
             if "exp_avg" in state:
                 moments = (state["exp_avg"], state["exp_avg_sq"])
-                apply_adamw(piece.local, piece.gradient, *moments, factors)
+                bits = None if rounding is None else _draw_bits(piece, rounding)
+                apply_adamw(piece.local, piece.gradient, *moments, factors, bits)
             elif piece.local.numel():
-                self._update.apply(_collect_rows(piece), factors)
+                self._update.apply(_collect_rows(piece), factors, rounding)
                 if piece.copy is not None:
                     piece.copy.mark_current()
+
+
+def _draw_bits(piece: ParameterPiece, rounding: PieceRounding) -> Tensor:
+    """Draw the random numbers of a piece's weights, in its shape."""
+    bits = rounding.draw_bits(0, piece.local.numel(), piece.local.device)
+    return bits.first.view(piece.local.shape)
 
 
 def _collect_rows(piece: ParameterPiece) -> QuantisedRows:

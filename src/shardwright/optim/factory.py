@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from shardwright.config.training import OptimizerName, OptimizerSection
 from shardwright.optim.adafactor import Adafactor
 from shardwright.optim.adamw_8bit import AdamW8bit
+from shardwright.optim.bf16_updates import BF16SGD, BF16AdamW
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.local_updates import SGD, AdamW
 from shardwright.optim.muon import Muon
-from shardwright.optim.sharded_optimizer import ShardedModel
+from shardwright.optim.sharded_optimizer import ShardedModel, ShardedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class _Settings:
     """Options of torch's implementation: fused or foreach."""
     model: ShardedModel | None
     compile_function: CompileFunction | None
+    rounding_seed: int | None
+    """None if weights are not in bf16."""
 
     def get_model(self) -> ShardedModel:
         """Return the sharding of the parameters."""
@@ -48,6 +51,7 @@ def build_optimizer(
     weight_decay: float,
     model: ShardedModel | None = None,
     compile_function: CompileFunction | None = None,
+    rounding_seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Build the recipe's optimizer, with parameter groups with and without weight decay.
 
@@ -58,10 +62,11 @@ def build_optimizer(
     SGD, which adds it to the gradient. Works on DTensors. Collective: every rank calls it.
 
     Args:
-        model: how the parameters are sharded; not needed for adamw and sgd, which work element
-            by element.
+        model: how the parameters are sharded; not needed for adamw and sgd of weights that are not
+            in bf16, which work element by element.
         compile_function: compiler of the passes of adamw, adamw_8bit, adafactor and the AdamW of
             muon (`numerics.function_compiler`); None runs their operations one by one.
+        rounding_seed: seed of the stochastic rounding of weights that are in bf16.
     """
     trainable = [
         (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
@@ -83,11 +88,19 @@ def build_optimizer(
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
         implementation = {"foreach": True}
     optimizer = _OPTIMIZERS[section.name](
-        _Settings(section, groups, learning_rate, implementation, model, compile_function)
+        _Settings(
+            section,
+            groups,
+            learning_rate,
+            implementation,
+            model,
+            compile_function,
+            rounding_seed if _has_bf16(parameter for _, parameter in trainable) else None,
+        )
     )
     label = (
         next((name for name, on in implementation.items() if on), "loop")
-        if section.name in ("adamw", "sgd")
+        if not isinstance(optimizer, ShardedOptimizer)
         else "own"
     )
     logger.info(
@@ -101,6 +114,10 @@ def build_optimizer(
         ),
     )
     return optimizer
+
+
+def _has_bf16(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    return any(parameter.dtype == torch.bfloat16 for parameter in parameters)
 
 
 def _group_by_decay(
@@ -122,6 +139,18 @@ def _has_decay(name: str, parameter: torch.nn.Parameter) -> bool:
 
 def _create_adamw(settings: _Settings) -> torch.optim.Optimizer:
     section = settings.section
+    if settings.rounding_seed is not None:
+        return BF16AdamW(
+            settings.groups,
+            {
+                "lr": settings.learning_rate,
+                "betas": (section.beta1, section.beta2),
+                "eps": section.eps,
+            },
+            settings.get_model(),
+            seed=settings.rounding_seed,
+            compile_function=settings.compile_function,
+        )
     return AdamW(
         settings.groups,
         lr=settings.learning_rate,
@@ -133,6 +162,14 @@ def _create_adamw(settings: _Settings) -> torch.optim.Optimizer:
 
 
 def _create_sgd(settings: _Settings) -> torch.optim.Optimizer:
+    if settings.rounding_seed is not None:
+        return BF16SGD(
+            settings.groups,
+            {"lr": settings.learning_rate, "momentum": settings.section.effective_momentum},
+            settings.get_model(),
+            seed=settings.rounding_seed,
+            compile_function=settings.compile_function,
+        )
     return SGD(
         settings.groups,
         lr=settings.learning_rate,
@@ -160,6 +197,7 @@ def _create_adamw_8bit(settings: _Settings) -> torch.optim.Optimizer:
         eps=section.eps,
         block_size=section.block_size,
         compile_function=settings.compile_function,
+        rounding_seed=settings.rounding_seed,
     )
 
 

@@ -26,6 +26,14 @@ from shardwright.optim.exact_operations import (
     interpolate,
     take_root,
 )
+from shardwright.optim.stochastic_rounding import (
+    PieceRounding,
+    RowPlaces,
+    compute_places,
+    draw_bits,
+    make_sample_places,
+    round_to_bf16,
+)
 
 _MAX_CHUNK_ELEMENTS = 1 << 22
 """Elements that separate operations update at a time."""
@@ -62,6 +70,13 @@ class Places(NamedTuple):
 
     signed: CodePlaces
     unsigned: CodePlaces
+
+
+class BlockRounding(NamedTuple):
+    """Random numbers of blocks `[N, S]` whose weights are in bf16."""
+
+    places: RowPlaces
+    key: Tensor
 
 
 class Factors(NamedTuple):
@@ -132,12 +147,18 @@ def build_places(device: torch.device) -> Places:
     return Places(*(each._replace(entries=each.entries.to(device)) for each in places))
 
 
-def update_rows(rows: QuantisedRows, tables: Tables, factors: Factors, block_size: int) -> None:
+def update_rows(
+    rows: QuantisedRows,
+    tables: Tables,
+    factors: Factors,
+    block_size: int,
+    random_bits: Tensor | None = None,
+) -> None:
     """Update rows `[R, C]` by separate operations, in place; their scales are `[R, K]`."""
     weights, gradient, mean_codes, mean_scales, square_codes, square_scales, copy = rows
     mean = _decode(mean_codes, mean_scales, tables.signed, block_size)
     square = _decode(square_codes, square_scales, tables.unsigned, block_size)
-    apply_adamw(weights, gradient, mean, square, factors)
+    apply_adamw(weights, gradient, mean, square, factors, random_bits)
     if copy is not None:
         copy.copy_(weights)
     _encode(mean, mean_codes, mean_scales, tables.signed, block_size)
@@ -145,11 +166,17 @@ def update_rows(rows: QuantisedRows, tables: Tables, factors: Factors, block_siz
 
 
 def apply_adamw(
-    local: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, factors: Factors
+    local: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    factors: Factors,
+    random_bits: Tensor | None = None,
 ) -> None:
     """Update `local` and the fp32 moments `mean` and `square` in place.
 
-    Operations, order and precision are torchao's.
+    Operations, order and precision are torchao's. `random_bits` round new weights to bf16
+    (`stochastic_rounding`); None if `local` is not in bf16.
     """
     if (gradient_factor := float(factors.gradient_factor)) != 1.0:
         gradient = gradient * gradient_factor
@@ -159,7 +186,8 @@ def apply_adamw(
     mean.lerp_(gradient, factors.mean_weight)
     square.lerp_(gradient.square(), factors.square_weight)
     denominator = square.sqrt() / factors.square_correction + factors.eps
-    local.copy_(weights - factors.lr * (mean / factors.mean_correction) / denominator)
+    weights = weights - factors.lr * (mean / factors.mean_correction) / denominator
+    local.copy_(weights if random_bits is None else round_to_bf16(weights, random_bits))
 
 
 def _decode(codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int) -> Tensor:
@@ -184,7 +212,13 @@ def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:
     return scales_RK.repeat_interleave(block_size, -1)[..., :width]
 
 
-def update_blocks(rows: QuantisedRows, tables: Tables, places: Places, factors: Factors) -> None:
+def update_blocks(
+    rows: QuantisedRows,
+    tables: Tables,
+    places: Places,
+    factors: Factors,
+    rounding: BlockRounding | None,
+) -> None:
     """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it."""
     mean_NS = tables.signed[rows.mean_codes.int()] * rows.mean_scales[:, None]
     square_NS = tables.unsigned[rows.square_codes.int()] * rows.square_scales[:, None]
@@ -203,11 +237,19 @@ def update_blocks(rows: QuantisedRows, tables: Tables, places: Places, factors: 
     weights_NS = rows.weights.float()
     weights_NS = weights_NS - factors.decay * weights_NS
     weights_NS = weights_NS - factors.lr * mean_unbiased_NS / denominator_NS
-    rows.weights.copy_(weights_NS)
+    if rounding is None:
+        rows.weights.copy_(weights_NS)
+    else:
+        rows.weights.copy_(round_to_bf16(weights_NS, _draw_block_bits(weights_NS, rounding)))
     if rows.copy is not None:
         rows.copy.copy_(weights_NS.to(rows.weights.dtype))
     _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed)
     _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned)
+
+
+def _draw_block_bits(blocks_NS: Tensor, rounding: BlockRounding) -> Tensor:
+    places_NS = compute_places(rounding.places, blocks_NS.shape, blocks_NS.device)
+    return draw_bits(places_NS, rounding.key).first
 
 
 def _write_blocks(
@@ -227,13 +269,18 @@ def _write_blocks(
 
 
 def _update_blocks_separately(
-    rows: QuantisedRows, tables: Tables, _places: Places, factors: Factors
+    rows: QuantisedRows,
+    tables: Tables,
+    _places: Places,
+    factors: Factors,
+    rounding: BlockRounding | None,
 ) -> None:
     """Update whole blocks by separate operations, as `update_blocks`."""
     columns = rows._replace(
         mean_scales=rows.mean_scales[:, None], square_scales=rows.square_scales[:, None]
     )
-    update_rows(columns, tables, factors, rows.weights.shape[-1])
+    bits = None if rounding is None else _draw_block_bits(rows.weights, rounding)
+    update_rows(columns, tables, factors, rows.weights.shape[-1], bits)
 
 
 class QuantisedUpdate:
@@ -249,34 +296,69 @@ class QuantisedUpdate:
         self._tables: dict[torch.device, Tables] = {}
         self._places: dict[torch.device, Places] = {}
 
-    def apply(self, rows: QuantisedRows, factors: Factors) -> None:
-        """Update rows `[R, C]` in place."""
+    def apply(
+        self, rows: QuantisedRows, factors: Factors, rounding: PieceRounding | None = None
+    ) -> None:
+        """Update rows `[R, C]` in place; weights in bf16 need a `rounding`."""
         device = rows.weights.device
         if device not in self._tables:  # copied there once
             self._tables[device] = build_tables(device)
         tables = self._tables[device]
-        is_whole = rows.weights.shape[-1] % self._block_size == 0
-        if is_whole and self._compile_function and rows.weights.numel() > self._block_size:
-            update = self._compile_function(*self._describe(rows, factors))
-            if update is not _update_blocks_separately:
-                blocks = _map(partial(self._to_blocks, rows), rows)
-                if device not in self._places:
-                    self._places[device] = build_places(device)
-                places = self._places[device]
-                is_cpu = device.type == "cpu"
-                chunk_elements = _CPU_CHUNK_ELEMENTS if is_cpu else rows.weights.numel()
-                for part in _split(blocks, chunk_elements):
-                    update(_mark_varying(part), tables, places, factors)
-                return
+        update = self._find_function(rows, factors, rounding)
+        if update is not None:
+            blocks = _map(partial(self._to_blocks, rows), rows)
+            if device not in self._places:
+                self._places[device] = build_places(device)
+            places = self._places[device]
+            size = _CPU_CHUNK_ELEMENTS if device.type == "cpu" else rows.weights.numel()
+            first = 0
+            for part in _split(blocks, size):
+                stop = first + part.weights.numel()
+                block_rounding = self._describe_rounding(rounding, first, stop)
+                update(_mark_varying(part), tables, places, factors, block_rounding)
+                first = stop
+            return
         # A few rows at a time, because decoded moments are wider than stored ones.
+        first = 0
         for part in _split(rows, _MAX_CHUNK_ELEMENTS):
-            update_rows(part, tables, factors, self._block_size)
+            stop = first + part.weights.numel()
+            bits = None if rounding is None else rounding.draw_bits(first, stop, device).first
+            bits = None if bits is None else bits.view(part.weights.shape)
+            update_rows(part, tables, factors, self._block_size, bits)
+            first = stop
+
+    def _find_function(
+        self, rows: QuantisedRows, factors: Factors, rounding: PieceRounding | None
+    ) -> Callable[..., None] | None:
+        """Return the compiled update of the rows; None if separate operations update them."""
+        num_elements = rows.weights.numel()
+        is_whole = rows.weights.shape[-1] % self._block_size == 0
+        if not is_whole or not self._compile_function or num_elements <= self._block_size:
+            return None
+        rounded = self._describe_rounding(rounding, 0, num_elements)
+        if rounding is not None:
+            is_divided = rows.weights.is_cpu and num_elements > _CPU_CHUNK_ELEMENTS
+            if rounded is None or (is_divided and rounded.places.distance is not None):
+                return None
+        update = self._compile_function(*self._describe(rows, factors, rounded))
+        return None if update is _update_blocks_separately else update
+
+    def _describe_rounding(
+        self, rounding: PieceRounding | None, first: int, stop: int
+    ) -> BlockRounding | None:
+        """Return the random numbers of elements of a piece by blocks, if they are regular."""
+        if rounding is None:
+            return None
+        places = rounding.narrow(first, stop).describe_rows(self._block_size)
+        return None if places is None else BlockRounding(places, rounding.key)
 
     def _to_blocks(self, rows: QuantisedRows, tensor: Tensor) -> Tensor:
         is_scales = tensor is rows.mean_scales or tensor is rows.square_scales
         return tensor.view(-1) if is_scales else tensor.reshape(-1, self._block_size)
 
-    def _describe(self, rows: QuantisedRows, factors: Factors) -> tuple[Any, ...]:
+    def _describe(
+        self, rows: QuantisedRows, factors: Factors, rounding: BlockRounding | None
+    ) -> tuple[Any, ...]:
         """Return the arguments of `compile_function` for these dtypes and constants."""
         copy_dtype = None if rows.copy is None else rows.copy.dtype
         dtypes = (rows.weights.dtype, rows.gradient.dtype, copy_dtype)
@@ -284,9 +366,15 @@ class QuantisedUpdate:
         name = (
             f"8-bit AdamW ({dtypes[0]}, gradients {dtypes[1]}, blocks of {self._block_size}, "
             f"1 - betas {constants[0]:.4g} and {constants[1]:.4g}, eps {constants[2]:g}"
-            f"{'' if copy_dtype is None else f', copy {copy_dtype}'})"
+            f"{'' if copy_dtype is None else f', copy {copy_dtype}'}"
         )
-        make_sample = partial(_make_sample, dtypes, self._block_size, constants)
+        if rounding is None:
+            has_one_run = None
+        else:
+            has_one_run = rounding.places.distance is None
+            name += f", rounded stochastically{'' if has_one_run else ', parts of rows'}"
+        name += ")"
+        make_sample = partial(_make_sample, dtypes, self._block_size, constants, has_one_run)
         return name.replace("torch.", ""), update_blocks, _update_blocks_separately, make_sample
 
 
@@ -318,9 +406,13 @@ def _make_sample(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     block_size: int,
     constants: tuple[float, float, float],
+    has_one_run: bool | None,
     device: torch.device,
-) -> tuple[QuantisedRows, Tables, Places, Factors]:
-    """Make blocks with moments of two updates, with gradients of all sizes and some zeros."""
+) -> tuple[QuantisedRows, Tables, Places, Factors, BlockRounding | None]:
+    """Make blocks with moments of two updates, with gradients of all sizes and some zeros.
+
+    `has_one_run` is None if weights are not rounded stochastically.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (_SAMPLE_BLOCKS, block_size)
     rows = QuantisedRows(
@@ -341,6 +433,9 @@ def _make_sample(
     places = build_places(device)
     # The same for all steps: added to a much larger number, rounding of the smaller one is lost.
     magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
+    rounding = None
+    if has_one_run is not None:
+        rounding = BlockRounding(*make_sample_places(rows.weights.shape, has_one_run=has_one_run))
     for step in (1, 2, 3):
         gradient = torch.randn(shape, generator=generator) * magnitudes_N1
         gradient[step::7] = 0.0
@@ -349,6 +444,6 @@ def _make_sample(
             mean_weight=mean_weight, square_weight=square_weight
         )
         if step < 3:
-            _update_blocks_separately(rows, tables, places, factors)
+            _update_blocks_separately(rows, tables, places, factors, rounding)
     on_device = _map(lambda tensor: tensor.to(device), rows)
-    return _mark_varying(on_device), build_tables(device), places, factors
+    return _mark_varying(on_device), build_tables(device), places, factors, rounding

@@ -123,6 +123,8 @@ def apply_layout(
     precision = resolve_dtypes(plan.precision)
     decoder.to(precision.param)
     _cast_frozen(decoder, precision.compute)
+    if precision.param == torch.bfloat16:
+        _widen_untrained(decoder)
     trainable = frozenset(
         name for name, parameter in decoder.named_parameters() if parameter.requires_grad
     )
@@ -221,6 +223,7 @@ def apply_layout(
         else list_pending_reductions(
             layouts,
             mesh,
+            dtype=torch.promote_types(precision.param, precision.reduce),
             has_wrapper=sharded or replica_group is not None,
             excluded_names=excluded_names,
         )
@@ -366,7 +369,7 @@ def _find_stages(model: ParallelModel, stages: Sequence[PipelineStage]) -> dict[
 
 def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
     """Log that the recipe's dtype of reductions is unused, if it is not the gradients' own."""
-    if precision.reduce != precision.param:
+    if precision.reduce.itemsize < precision.param.itemsize:
         logger.info(
             "precision.reduce_dtype has no effect under %s: neither DDP nor FSDP reduces its "
             "gradients; they are summed in their own dtype, %s",
@@ -389,6 +392,14 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
         spec = specs[name]
         if spec.is_product_matrix and spec.packed_matrix is None:
             parameter.data = parameter.data.to(dtype)
+
+
+def _widen_untrained(decoder: Decoder) -> None:
+    """Store untrained biases of routers in fp32: their steps are too small for 16 bits."""
+    trained = {spec.name: spec.is_trained for spec in decoder.shape.list_parameters()}
+    for name, parameter in decoder.named_parameters():
+        if not trained[name]:
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def _shard_parameters(

@@ -27,8 +27,8 @@ def apply_ddp(
     views of the buckets, so there is no second copy.
 
     Args:
-        reduce_dtype: bf16 halves the bytes sent and rounds the sum; anything else sums in the
-            gradients' own dtype.
+        reduce_dtype: dtype of the sums. bf16 halves the bytes sent of fp32 gradients and rounds
+            their sums.
         excluded_names: parameters that are not reduced over `group`.
     """
     excluded = {
@@ -55,28 +55,16 @@ def apply_ddp(
         gradient_as_bucket_view=True,
         init_sync=False,  # weights depend on name and seed (or one file) only: already equal
     )
-    wrapped.register_comm_hook(
-        group, _all_reduce_bucket_in_bf16 if reduce_dtype == torch.bfloat16 else _all_reduce_bucket
-    )
+    wrapped.register_comm_hook((group, reduce_dtype), _all_reduce_bucket)
     return wrapped
 
 
 def _all_reduce_bucket(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
+    state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
+    """Sum a bucket over the group, in the dtype, and put the sums in place."""
+    group, reduce_dtype = state
     buffer = bucket.buffer()
-    return (
-        dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda _done: buffer)
-    )
-
-
-def _all_reduce_bucket_in_bf16(
-    group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    rounded = buffer.to(torch.bfloat16)
-    return (
-        dist.all_reduce(rounded, group=group, async_op=True)
-        .get_future()
-        .then(lambda _done: buffer.copy_(rounded))
-    )
+    summed = buffer.to(reduce_dtype)
+    reduced = dist.all_reduce(summed, group=group, async_op=True).get_future()
+    return reduced.then(lambda _done: buffer if summed is buffer else buffer.copy_(summed))

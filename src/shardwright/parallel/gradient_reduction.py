@@ -35,6 +35,8 @@ class PendingReduction:
     name: str
     boxes: tuple[Bounds, ...]
     group: dist.ProcessGroup
+    dtype: torch.dtype
+    """Dtype of the sums."""
     is_over_data: bool = False
     """True if `group` has the ranks with different tokens: every rank of it runs the same stages
     in the same order."""
@@ -44,6 +46,7 @@ def list_pending_reductions(
     layouts: Mapping[str, ParameterLayout],
     mesh: Mesh,
     *,
+    dtype: torch.dtype,
     has_wrapper: bool,
     excluded_names: Collection[str] = (),
 ) -> list[PendingReduction]:
@@ -52,6 +55,7 @@ def list_pending_reductions(
     Every rank calls this with the descriptors of the whole model, because it creates groups.
 
     Args:
+        dtype: dtype of the sums.
         has_wrapper: True if a wrapper reduces over the data axes.
         excluded_names: names of parameters that the wrapper leaves out.
     """
@@ -71,6 +75,7 @@ def list_pending_reductions(
                         name,
                         tuple(box.local_bounds for box in boxes),
                         group,
+                        dtype,
                         is_over_data=axes[0] in _DATA_GROUP_AXES,
                     )
                 )
@@ -84,7 +89,7 @@ def list_pending_reductions(
             if boxes:
                 assert group is not None
                 reductions.append(
-                    PendingReduction(name, tuple(box.local_bounds for box in boxes), group)
+                    PendingReduction(name, tuple(box.local_bounds for box in boxes), group, dtype)
                 )
         for copies in _list_copy_counts(layout, mesh):
             group = mesh.join_group(mesh.grid.subgroups("tp", copies))
@@ -93,7 +98,7 @@ def list_pending_reductions(
                 assert group is not None
                 # ZeRO may leave this rank none of the shared boxes; then the same is true of
                 # its whole group.
-                reductions.append(PendingReduction(name, shared, group))
+                reductions.append(PendingReduction(name, shared, group, dtype))
     return reductions
 
 
@@ -127,9 +132,9 @@ def reduce_gradients(
     """
     # A tensor may be reduced over several groups, one after another. The order is the same on
     # every rank, because descriptors come in the model's order.
-    for group, parts in _group_parts(reductions, gradients):
+    for group, dtype, parts in _group_parts(reductions, gradients):
         for bucket in _split_into_buckets(parts, bucket_size_bytes):
-            _launch_all_reduce(bucket, group).wait()
+            _launch_all_reduce(bucket, group, dtype).wait()
 
 
 def launch_reductions(
@@ -144,11 +149,11 @@ def launch_reductions(
     only. Otherwise as `reduce_gradients`.
     """
     launched = []
-    for group, parts in _group_parts(reductions, gradients):
+    for group, dtype, parts in _group_parts(reductions, gradients):
         small = [part for part in parts if not _is_reduced_alone(part)]
         buckets = [[part] for part in parts if _is_reduced_alone(part)]
         buckets += _split_into_buckets(small, bucket_size_bytes)
-        launched += [_launch_all_reduce(bucket, group) for bucket in buckets]
+        launched += [_launch_all_reduce(bucket, group, dtype) for bucket in buckets]
     return launched
 
 
@@ -158,15 +163,15 @@ def _is_reduced_alone(part: Tensor) -> bool:
 
 def _group_parts(
     reductions: Iterable[PendingReduction], gradients: Mapping[str, Tensor]
-) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
-    """Yield each group with the parts of gradients of one dtype to reduce over it."""
-    by_kind: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
+) -> Iterator[tuple[dist.ProcessGroup, torch.dtype, list[Tensor]]]:
+    """Yield each group with the dtype of its sums and the parts of gradients of one dtype."""
+    by_kind: dict[tuple[dist.ProcessGroup, torch.dtype, torch.dtype], list[Tensor]] = {}
     for pending in reductions:
         gradient = gradients[pending.name]
-        parts = by_kind.setdefault((pending.group, gradient.dtype), [])
+        parts = by_kind.setdefault((pending.group, pending.dtype, gradient.dtype), [])
         parts += [narrow_to_box(gradient, box) for box in pending.boxes]
-    for (group, _), parts in by_kind.items():
-        yield group, parts
+    for (group, dtype, _), parts in by_kind.items():
+        yield group, dtype, parts
 
 
 def narrow_to_box(tensor: Tensor, bounds: Bounds) -> Tensor:
@@ -194,7 +199,8 @@ def _split_into_buckets(tensors: list[Tensor], size_bytes: int) -> Iterable[list
 class LaunchedReduction:
     """Pending sum of tensors over a group.
 
-    `flat` has the tensors one after another; None if there is one, which is reduced in place.
+    `flat` has the tensors one after another, in the dtype of the sums; None if there is one, which
+    is reduced in place.
     """
 
     tensors: list[Tensor]
@@ -212,10 +218,12 @@ class LaunchedReduction:
                 tensor.copy_(summed.view(tensor.shape))
 
 
-def _launch_all_reduce(tensors: list[Tensor], group: dist.ProcessGroup) -> LaunchedReduction:
+def _launch_all_reduce(
+    tensors: list[Tensor], group: dist.ProcessGroup, dtype: torch.dtype
+) -> LaunchedReduction:
     flat = None
-    if len(tensors) > 1 or not tensors[0].is_contiguous():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if len(tensors) > 1 or not tensors[0].is_contiguous() or tensors[0].dtype != dtype:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
     work = dist.all_reduce(tensors[0] if flat is None else flat, group=group, async_op=True)
     assert work is not None, "this rank belongs to the group"
     return LaunchedReduction(tensors, flat, group, work)

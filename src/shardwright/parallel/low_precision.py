@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from shardwright.config.low_precision import NVFP4Section
+from shardwright.hashing import hash_numbers
 from shardwright.layout import ParameterLayout
 from shardwright.model.decoder import Decoder
-from shardwright.model.hashing import hash_numbers
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS

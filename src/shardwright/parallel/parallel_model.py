@@ -457,12 +457,9 @@ class ParallelModel:
         if self.mesh is None:
             assert tensor is not None
             return tensor
-        # Packed bytes are assembled as numbers too. Every rank has a parameter in the widest
-        # dtype.
-        dtype = max(
-            (p.dtype for p in self._parameters.values() if p.is_floating_point()),
-            key=lambda dtype: dtype.itemsize,
-        )
+        # Packed bytes and bf16 are assembled as wider numbers, of the same dtype on all ranks.
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         is_first_rank = self._coordinates["pp"] == parameter_layout.pp_ranks[0] and not any(
             self._coordinates[axis] for axis in parameter_layout.replicated_axes
         )

@@ -116,6 +116,8 @@ class Candidate:
     """Two buffers: moments on disk beyond a third one stay in them from step to step."""
     reference: ReferenceKind = "none"
     should_reduce_in_bf16: bool = False
+    has_bf16_masters: bool = False
+    """True if weights, gradients and moments are stored in bf16 (`precision.master_weights`)."""
     working_weights: bool | Literal["auto"] = False
     """Setting of `precision.working_weights`."""
     compile: bool = False
@@ -399,6 +401,8 @@ class Candidate:
     @property
     def master_bytes(self) -> int:
         """Bytes per element of the master weights."""
+        if self.has_bf16_masters:
+            return 2
         return 8 if self.precision == "fp64" else 4
 
     @property

@@ -182,12 +182,14 @@ class EngineModel:
 
     def get_reduce_bytes(self, master_bytes: int, *, should_reduce_in_bf16: bool) -> float:
         """Return the bytes of a gradient element in reductions."""
-        return 2.0 if should_reduce_in_bf16 else float(master_bytes)
+        return 2.0 if should_reduce_in_bf16 else max(4.0, float(master_bytes))
 
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
         """Return the bytes of optimizer states, and of master weights in addition to the
         weights."""
-        return OPTIMIZER_COSTS[optimizer].state_bytes * (2 if master_bytes == 8 else 1)
+        is_quantised = optimizer == "adamw_8bit" and master_bytes < 4
+        scale = 1.0 if is_quantised else master_bytes / 4
+        return OPTIMIZER_COSTS[optimizer].state_bytes * scale
 
     def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
         """Compute total device bytes of the buffers through which offloaded states pass."""

@@ -25,7 +25,13 @@ from shardwright.planner.engine_model import choose_optimizer_kind
 from shardwright.planner.low_precision import build_scaled_shares, read_low_precision_section
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.update_place import choose_update_place
-from shardwright.plans import BatchPlan, Plan, PrecisionChoice, resolve_batch
+from shardwright.plans import (
+    BatchPlan,
+    Plan,
+    PrecisionChoice,
+    check_bf16_weights,
+    resolve_batch,
+)
 
 _MAX_LAYERS = 2048
 """Assigning layers to pipeline stages takes time quadratic in their number: about a minute for
@@ -90,6 +96,8 @@ def build_template(
     training = recipe.training
     kind = precision or recipe.precision.kind
     assert kind != "auto", "call resolve_precision first"
+    if recipe.precision.master_weights == "bf16":
+        check_bf16_weights(kind, read_planning_shape(recipe))
     low_precision = read_low_precision_section(recipe, kind)
     adapter = adapter or build_adapter(recipe)
     moved = recipe.moved_offload
@@ -119,6 +127,7 @@ def build_template(
         resident_state_bytes=2 * moved.buffer_bytes,
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
+        has_bf16_masters=recipe.precision.master_weights == "bf16",
         working_weights=recipe.working_weights,
         compile=recipe.model.compile is True,
         has_fused_functions=recipe.model.fused_pointwise == "compiled",

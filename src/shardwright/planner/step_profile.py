@@ -127,6 +127,8 @@ def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
         template.document_tokens,
         template.activation_offload,
     )
+    if template.has_bf16_masters:
+        content = (*content, "bf16 master weights")
     if template.parameter_offload != "none":
         content = (*content, template.parameter_offload)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

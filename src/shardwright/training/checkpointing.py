@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwright.checkpoint.background_save import BackgroundSaver
 from shardwright.checkpoint.commit import RetentionPolicy
+from shardwright.checkpoint.drift import is_below
 from shardwright.checkpoint.fence import SUPERSEDED_MESSAGE, FencedDisk
 from shardwright.checkpoint.local_tensors import ParameterShard
 from shardwright.checkpoint.object_store import get_disk
@@ -283,11 +284,16 @@ class RunCheckpointer:
                 # One rank is left, which renews no copies: old ones must not be continued.
                 get_process_memory().discard()
         else:
+            # A rollback may read a checkpoint from before a change.
+            changed = [each.field for each in start.allowed] + [
+                each["field"] for each in self.drift
+            ]
             load_checkpoint(
                 start.checkpoint,
                 self.collect_tensors(),
                 group=get_host_group(),
                 allow_non_finite=self.context.recipe.checkpoint.allow_non_finite,
+                converts_dtypes=any(is_below(field, "precision") for field in changed),
             )
             self._restore_values(start.values)
             self.drift += [

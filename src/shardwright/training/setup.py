@@ -126,7 +126,10 @@ def build_model(
         plan,
         build_mesh(plan.layout, device.type),
         device,
-        read_slice=build_weight_reader(validated_run, validated_run.dtypes.param),
+        # fp32 also for bf16 weights: untrained biases of routers stay in it.
+        read_slice=build_weight_reader(
+            validated_run, torch.promote_types(validated_run.dtypes.param, torch.float32)
+        ),
         compile_blocks=plan.is_compiled,
         offload=offload,
     )
@@ -265,6 +268,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         weight_decay=recipe.training.weight_decay,
         model=model,
         compile_function=build_function_compiler(recipe.model.compile_functions, update_device),
+        rounding_seed=recipe.seed,
     )
     activation_offload = offload_activations(
         model,

@@ -20,9 +20,9 @@ from shardwright.config.low_precision import (
 from shardwright.config.training import PrecisionSection
 from shardwright.doctor.rates import scaled_rates
 from shardwright.hardware import MatmulRate
+from shardwright.hashing import hash_numbers
 from shardwright.layout import Layout
 from shardwright.model.decoder import Decoder
-from shardwright.model.hashing import hash_numbers
 from shardwright.model.products import fp8
 from shardwright.model.products.operand import PRODUCT_SCALINGS, list_scales, quantise
 from shardwright.model.products.product import (

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeKind
+from shardwright.hashing import hash_numbers
 from shardwright.model import Decoder
-from shardwright.model.hashing import hash_numbers
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.linear import Linear

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.model.hashing import hash_numbers
+from shardwright.hashing import hash_numbers
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.nvfp4 import RECIPE, TwoLevelMatrix, TwoLevelScaling

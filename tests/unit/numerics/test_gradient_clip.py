@@ -336,3 +336,10 @@ def test_scaling_by_exactly_one_changes_no_bit() -> None:
 
 def test_a_rank_with_no_parameters_has_norm_zero() -> None:
     assert compute_global_norm([], raise_on_reduce).item() == 0.0
+
+
+def test_a_factor_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    gradient = torch.randn(512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scaled = gradient.clone()
+    scale_([scaled], 0.37)
+    assert torch.equal(scaled, (gradient.double() * torch.tensor(0.37)).bfloat16())

@@ -83,6 +83,8 @@ class Case:
 
     def __str__(self) -> str:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
+        if "master_weights" in self.sections.get("precision", ()):
+            parts += ("bf16 weights",)
         if self.rank:
             parts += (f"rank {self.rank}",)
         if self.kind != "bf16":
@@ -114,6 +116,8 @@ WHOLE_LOGITS = {
         "loss_chunk_tokens": ROWS * TOKENS,
     }
 }
+BF16 = {"precision": {"kind": "bf16", "master_weights": "bf16"}}
+BF16_BLOCKS = BF16 | {"optimizer": {"name": "adamw_8bit"}}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
@@ -132,6 +136,12 @@ CASES = [
         saved=(NOTHING, NOTHING, NOTHING, MIDDLE),
     ),
     Case("llama", Layout(), recompute="mixed", saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS)),
+    Case("llama", Layout(), sections=BF16),
+    Case("llama", Layout(), steps=2, recompute="full", sections=BF16_BLOCKS),
+    Case("llama", Layout(dp_replicate=2), steps=2, sections=BF16),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2, sections=BF16),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=BF16),
+    Case("llama", Layout(tp=2), sections=BF16),
     Case("llama", Layout(dp_replicate=2), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2),
     Case("llama", Layout(dp_shard=4, zero_stage=2), steps=2, recompute="selective"),

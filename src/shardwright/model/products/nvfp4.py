@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.model.hashing import mix_bits
+from shardwright.hashing import mix_bits
 from shardwright.model.products import fp8
 from shardwright.model.products.fp8 import E4M3, ProductScaling, RoundingCounts, Scaling
 

@@ -106,6 +106,8 @@ def compute_persistent_memory(
     unreduced = trained if candidate.has_offloaded_shards else resident
     accumulated = trained if candidate.has_resident_sums else resident
     gradient_bytes = engine.get_gradient_bytes(master)
+    if candidate.has_bf16_masters and is_unsharded and stage >= 1:
+        gradient_bytes = candidate.reduce_bytes  # FSDP2 accumulates in the reduction's precision
     gradients = (unreduced.local if is_unsharded else accumulated.sharded) * gradient_bytes
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
     reduced = resident.sharded * master if has_separate_shard else 0.0
@@ -396,8 +398,13 @@ def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:
     if candidate.is_sharded:
         gather_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
         return num_elements * (gather_bytes + candidate.reduce_bytes)
-    if _has_buckets(candidate) and candidate.should_reduce_in_bf16:
-        return 2.0 * candidate.layout.bucket_size_bytes
+    if not _has_buckets(candidate):
+        return 0.0
+    bucket_bytes = candidate.layout.bucket_size_bytes
+    if candidate.has_bf16_masters and not candidate.should_reduce_in_bf16:
+        return min(8.0 * bucket_bytes, num_elements * candidate.reduce_bytes)
+    if candidate.should_reduce_in_bf16 and not candidate.has_bf16_masters:
+        return 2.0 * bucket_bytes
     return 0.0
 
 

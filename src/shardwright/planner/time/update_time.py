@@ -10,6 +10,8 @@ from shardwright.planner.rates.device_rates import DeviceRates
 
 _CLIP_BYTES = 8.0
 """Bytes that clipping reads and writes per fp32 gradient in a pass of its own."""
+_CODE_BYTES = 4.0
+"""Bytes of the codes of both moments, read and written."""
 
 
 def compute_update_seconds(num_elements: float, candidate: Candidate, rates: DeviceRates) -> float:
@@ -25,7 +27,10 @@ def count_update_bytes(
     per_element = OPTIMIZER_COSTS[candidate.optimizer].update_bytes
     if has_one_pass_update(candidate, accelerator.kind):
         per_element -= _CLIP_BYTES
-    return num_elements * per_element * candidate.master_bytes / 4
+    num_bytes = num_elements * per_element * candidate.master_bytes / 4
+    if candidate.has_bf16_masters and candidate.optimizer == "adamw_8bit":
+        num_bytes += num_elements * _CODE_BYTES / 2  # codes take the same bytes in any precision
+    return num_bytes
 
 
 def has_one_pass_update(candidate: Candidate, device_kind: AcceleratorKind) -> bool:

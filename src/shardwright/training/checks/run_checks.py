@@ -130,6 +130,11 @@ class ValidatedRun:
             "optimizer": recipe.optimizer.model_dump(mode="json"),
             "precision": _describe_precision(recipe),
             **(
+                {"precision.master_weights": recipe.precision.master_weights}
+                if recipe.precision.master_weights != "fp32"
+                else {}
+            ),
+            **(
                 {}
                 if recipe.preference is None
                 else {"preference": recipe.preference.model_dump(mode="json")}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_ALL_BITS = 0xFFFFFFFF
+
 
 def mix_bits(x: Tensor) -> Tensor:
     """Hash 32 bits to 32 bits; one flipped input bit flips about half of the output bits.
@@ -31,16 +33,24 @@ def combine_bits(keys: Tensor, numbers: Tensor) -> Tensor:
     return mix_bits(keys ^ mix_bits(numbers))
 
 
+def mix_number(number: int) -> int:
+    """Hash the low 32 bits of a number as `mix_bits`, to a number from 0 to 2^32 - 1."""
+    number &= _ALL_BITS
+    number = (number ^ (number >> 16)) * 0x7FEB352D & _ALL_BITS
+    number = (number ^ (number >> 15)) * 0x846CA68B & _ALL_BITS
+    return number ^ (number >> 16)
+
+
 def hash_numbers(*numbers: int) -> Tensor:
     """Hash integers of up to 64 bits to an int32 scalar in host memory."""
-    state = torch.zeros((), dtype=torch.int32, device="cpu")
+    state = 0
     for number in numbers:
         for part in (number, number >> 32):
-            state = mix_bits(state ^ to_int32(part))
-    return state
+            state = mix_number(state ^ part)
+    return torch.tensor(to_int32(state), dtype=torch.int32, device="cpu")
 
 
 def to_int32(value: int) -> int:
     """Return the low 32 bits of `value` as a signed number."""
-    value &= 0xFFFFFFFF
+    value &= _ALL_BITS
     return value - 2**32 if value >= 2**31 else value
