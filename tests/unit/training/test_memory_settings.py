@@ -157,7 +157,7 @@ def test_a_run_a_rehearsal_and_a_plan_have_the_same_settings(
     assert take_planned_memory(nowhere, run.plan) == (nowhere, run.plan, ())
 
 
-def test_a_new_plan_searches_with_the_settings_before_free_memory_was_taken(
+def test_a_new_plan_searches_with_the_settings_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = ClusterSection(node="1xH100-80GB")
