@@ -43,18 +43,18 @@ class ZeroMask:
     @torch.no_grad()
     def mask_gradients(self, names: Iterable[str]) -> None:
         """Set the gradients of preserved zeros to zero."""
-        for name in names:
-            parameter, bits = self._masks.get(name, (None, None))
-            if parameter is not None and parameter.grad is not None:
+        for parameter, bits in self._select(names):
+            if parameter.grad is not None:
                 _set_to_zero(get_local_tensor(parameter.grad), bits)
 
     @torch.no_grad()
     def restore_zeros(self, names: Iterable[str]) -> None:
         """Set preserved zeros to zero again."""
-        for name in names:
-            parameter, bits = self._masks.get(name, (None, None))
-            if parameter is not None:
-                _set_to_zero(get_local_tensor(parameter.detach()), bits)
+        for parameter, bits in self._select(names):
+            _set_to_zero(get_local_tensor(parameter.detach()), bits)
+
+    def _select(self, names: Iterable[str]) -> list[tuple[nn.Parameter, Tensor]]:
+        return [self._masks[name] for name in names if name in self._masks]
 
 
 def _pack_bits(values: Tensor) -> Tensor:
