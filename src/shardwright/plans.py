@@ -255,11 +255,7 @@ def _check_precision(plan: Plan) -> None:
 
 
 def check_bf16_weights(kind: str, shape: ModelShape, kind_reason: str | None = None) -> None:
-    """Check that products multiply bf16, in our own modules.
-
-    Args:
-        kind: resolved kind of the precision.
-        kind_reason: why `auto` chose it.
+    """Check that products multiply bf16 (`kind`, with the reason of `auto`), in our own modules.
 
     Raises:
         RecipeError: the run could not have master weights of bf16.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright.optim.exact_operations import CompileFunction, take_root
+from shardwright.optim.one_pass_adamw import AdamWConstants
 from shardwright.optim.sharded_optimizer import (
     ParameterPiece,
     ShardedModel,
@@ -28,7 +29,7 @@ from shardwright.optim.sharded_optimizer import (
 )
 from shardwright.optim.stochastic_rounding import (
     PieceRounding,
-    RowPlaces,
+    PlaceNumbers,
     StochasticRounding,
     compute_places,
     draw_bits,
@@ -72,14 +73,6 @@ class UpdateNumbers(NamedTuple):
     """AdamW: 1 / sqrt(1 - beta2^t)."""
 
 
-class AdamWConstants(NamedTuple):
-    """Numbers that a graph contains."""
-
-    beta1: float
-    beta2: float
-    eps: float
-
-
 class SGDConstants(NamedTuple):
     """Numbers that a graph contains."""
 
@@ -87,7 +80,7 @@ class SGDConstants(NamedTuple):
 
 
 def update_adamw(
-    tensors: UpdateTensors, places: RowPlaces, numbers: UpdateNumbers, constants: AdamWConstants
+    tensors: UpdateTensors, places: PlaceNumbers, numbers: UpdateNumbers, constants: AdamWConstants
 ) -> None:
     """Update `[N, C]` in place; the compiler makes one pass of it."""
     places_NC = compute_places(places, tensors.weights.shape, tensors.weights.device)
@@ -95,7 +88,7 @@ def update_adamw(
 
 
 def update_sgd(
-    tensors: UpdateTensors, places: RowPlaces, numbers: UpdateNumbers, constants: SGDConstants
+    tensors: UpdateTensors, places: PlaceNumbers, numbers: UpdateNumbers, constants: SGDConstants
 ) -> None:
     """Update `[N, C]` in place; the compiler makes one pass of it."""
     places_NC = compute_places(places, tensors.weights.shape, tensors.weights.device)
@@ -235,7 +228,7 @@ class BF16Optimizer(ShardedOptimizer):
             )
 
     def _find_function(
-        self, tensors: Sequence[Tensor], rows: RowPlaces, constants: Any
+        self, tensors: Sequence[Tensor], rows: PlaceNumbers, constants: Any
     ) -> Callable[..., None] | None:
         """Return the compiled update of these tensors; None if separate operations update them."""
         local = tensors[0]
@@ -263,7 +256,7 @@ class BF16Optimizer(ShardedOptimizer):
 
     def _make_sample(
         self, constants: Any, num_moments: int, has_one_run: bool, device: torch.device
-    ) -> tuple[UpdateTensors, RowPlaces, UpdateNumbers, Any]:
+    ) -> tuple[UpdateTensors, PlaceNumbers, UpdateNumbers, Any]:
         """Make weights with moments of two updates, gradients of all sizes and some zeros."""
         generator = torch.Generator().manual_seed(0)
         _, apply = self.get_functions()

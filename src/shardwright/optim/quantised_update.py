@@ -28,7 +28,7 @@ from shardwright.optim.exact_operations import (
 )
 from shardwright.optim.stochastic_rounding import (
     PieceRounding,
-    RowPlaces,
+    PlaceNumbers,
     compute_places,
     draw_bits,
     make_sample_places,
@@ -75,7 +75,7 @@ class Places(NamedTuple):
 class BlockRounding(NamedTuple):
     """Random numbers of blocks `[N, S]` whose weights are in bf16."""
 
-    places: RowPlaces
+    places: PlaceNumbers
     key: Tensor
 
 

@@ -103,7 +103,7 @@ def _list_places(
     return places
 
 
-class RowPlaces(NamedTuple):
+class PlaceNumbers(NamedTuple):
     """Places of elements in rows of one length, modulo 2^32: int32 scalars on the host."""
 
     first: Tensor
@@ -112,7 +112,7 @@ class RowPlaces(NamedTuple):
     distance: Tensor | None = None
 
 
-def compute_places(rows: RowPlaces, shape: Sequence[int], device: torch.device) -> Tensor:
+def compute_places(rows: PlaceNumbers, shape: Sequence[int], device: torch.device) -> Tensor:
     """Compute the places of elements `[rows, columns]`, int32."""
     # The compiler's C++ may assume that int32 numbers do not overflow; a GPU's wrap around.
     dtype = torch.int64 if device.type == "cpu" else torch.int32
@@ -161,23 +161,23 @@ class PieceRounding:
             places = numbers + runs * (self.runs.distance - self.runs.length) + self.runs.first
         return places.to(torch.int32)  # wraps around
 
-    def describe_rows(self, length: int) -> RowPlaces | None:
+    def describe_rows(self, length: int) -> PlaceNumbers | None:
         """Describe the places by rows of `length` elements; None if they are not so regular."""
         if self.runs is None:
             return None
         runs = self.runs
         if self.offset + self.num_elements <= runs.length:
-            return RowPlaces(_to_scalar(runs.first + self.offset))
+            return PlaceNumbers(_to_scalar(runs.first + self.offset))
         if self.offset % runs.length or runs.length % length:
             return None
-        return RowPlaces(
+        return PlaceNumbers(
             _to_scalar(runs.first + self.offset // runs.length * runs.distance),
             _to_scalar(runs.length // length),
             _to_scalar(runs.distance),
         )
 
 
-def make_sample_places(shape: Sequence[int], *, has_one_run: bool) -> tuple[RowPlaces, Tensor]:
+def make_sample_places(shape: Sequence[int], *, has_one_run: bool) -> tuple[PlaceNumbers, Tensor]:
     """Make places that pass 2^31, and a key, to compare a compiled function on."""
     rows, columns = shape
     length = rows * columns if has_one_run else 3 * columns

@@ -121,10 +121,7 @@ def apply_layout(
     layouts = plan.placement.parameters
     assert decoder.shape == plan.placement.shape, "the plan is another model's"
     precision = resolve_dtypes(plan.precision)
-    decoder.to(precision.param)
-    _cast_frozen(decoder, precision.compute)
-    if precision.param == torch.bfloat16:
-        _widen_untrained(decoder)
+    _set_dtypes(decoder, precision)
     trainable = frozenset(
         name for name, parameter in decoder.named_parameters() if parameter.requires_grad
     )
@@ -394,8 +391,15 @@ def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _widen_untrained(decoder: Decoder) -> None:
-    """Store untrained biases of routers in fp32: their steps are too small for 16 bits."""
+def _set_dtypes(decoder: Decoder, precision: PrecisionDtypes) -> None:
+    """Store parameters in the precision of master weights, or in what they need.
+
+    Untrained biases of routers are in fp32 at least: their steps are too small for 16 bits.
+    """
+    decoder.to(precision.param)
+    _cast_frozen(decoder, precision.compute)
+    if precision.param != torch.bfloat16:
+        return
     trained = {spec.name: spec.is_trained for spec in decoder.shape.list_parameters()}
     for name, parameter in decoder.named_parameters():
         if not trained[name]:

@@ -212,7 +212,7 @@ def test_gpu_cases_cover_every_shape_length_and_variant() -> None:
         check=True,
     )
     names = completed.stdout.split()
-    assert len(names) == 3 * 2 * 4 + 11
+    assert len(names) == 3 * 2 * 4 + 15
     assert {
         "llama-3.2-1b-4096",
         "llama-3.2-3b-8192-compile",
