@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -111,6 +112,27 @@ class TrainedShardStore(TrainedWeightStore, Protocol):
     def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:
         """Bring those gradients of a unit to which a reduction adds."""
         ...
+
+
+@contextmanager
+def offload_gradients(
+    offload: TrainedWeightStore | None,
+    finish: Callable[[Sequence[str]], None],
+    completed_layers: Collection[int],
+    is_deferring: bool,
+) -> Iterator[None]:
+    """Offload gradients of blocks during a backward pass in this context, or a part of it.
+
+    Args:
+        offload: None leaves all gradients on the device.
+        finish, completed_layers, is_deferring: as `TrainedWeightStore.begin_backward` has them.
+    """
+    if offload is None:
+        yield
+        return
+    offload.begin_backward(finish, completed_layers, is_deferring=is_deferring)
+    yield
+    offload.end_backward()
 
 
 def find_shard_groups(

@@ -45,7 +45,7 @@ from shardwright.parallel.matrix_exchange import (
     list_exchanged_matrices,
 )
 from shardwright.parallel.mesh import Mesh, sum_over
-from shardwright.parallel.offloaded_weights import TrainedWeightStore
+from shardwright.parallel.offloaded_weights import TrainedWeightStore, offload_gradients
 from shardwright.parallel.pipeline_parallel import DecoderArguments, Pipeline, TimeMarker
 from shardwright.parallel.weight_maxima import WeightMaxima, agree_on_maxima
 
@@ -163,25 +163,12 @@ class ParallelModel:
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
 
-    @contextmanager
     def offload_gradients(
         self, completed_layers: Collection[int], *, is_deferring: bool = False
-    ) -> Iterator[None]:
-        """Offload gradients of blocks during a backward pass in this context, or a part of it.
-
-        Args:
-            completed_layers: layers whose gradients no later pass changes.
-            is_deferring: True for I, which leaves gradients to W.
-        """
-        offload = self.trained_offload
-        if offload is None:
-            yield
-            return
-        offload.begin_backward(
-            self._finish_offloaded_gradients, completed_layers, is_deferring=is_deferring
-        )
-        yield
-        offload.end_backward()
+    ) -> AbstractContextManager[None]:
+        """Return the context of a backward pass, or a part of it: `offload_gradients`."""
+        finish = self._finish_offloaded_gradients
+        return offload_gradients(self.trained_offload, finish, completed_layers, is_deferring)
 
     def compute_losses(
         self, micro_batches: Sequence[MicroBatch], arguments: DecoderArguments
@@ -321,8 +308,7 @@ class ParallelModel:
         self._gradient_hooks.append(callback)
 
     def add_offloaded_gradient_hook(self, callback: Callable[[Sequence[str]], None]) -> None:
-        """Register a function that takes the names of offloaded parameters whose gradients are
-        complete, before any use."""
+        """Register a function of the names of offloaded parameters with complete gradients."""
         self._offloaded_gradient_hooks.append(callback)
 
     def reshard(self) -> None:
@@ -404,10 +390,7 @@ class ParallelModel:
         return list_exchanged_matrices(self.decoder.shape) & self.trainable
 
     def build_matrix_exchange(self, names: Collection[str]) -> DistributedMatrixExchange:
-        """Build the exchange that assembles these parameters' matrices.
-
-        Every rank calls this with the same names of the whole model.
-        """
+        """Build the exchange of these parameters' matrices; all ranks call it with equal names."""
         return DistributedMatrixExchange(self.layouts, names, self.mesh, self.layout)
 
     def sum_over(self, tensor: Tensor, axes: Sequence[str]) -> Tensor:
@@ -415,10 +398,7 @@ class ParallelModel:
         return sum_over(tensor, axes, self.mesh)
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
-        """Sum a loss in place over all ranks with different tokens.
-
-        Of a pipeline's ranks one has computed the loss, so the sum includes `pp`.
-        """
+        """Sum a loss in place over all ranks with different tokens, and over pipelines."""
         return sum_over(tensor, ("pp", *DATA_AXES), self.mesh)
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:

@@ -220,11 +220,16 @@ def accumulate_gradients(
     set_rounding_step(model.decoder, seed, step)
     decoder = model.decoder
     expected = expect_loss_gradient(decoder.loss_function, scale, decoder.compute_dtype)
-    with agree_on_maxima(model.weight_maxima), expected as gradient:
+    with (
+        mark_phase("forward and backward"),
+        agree_on_maxima(model.weight_maxima),
+        expected as gradient,
+    ):
         loss_sum = model.forward_backward(micro_batches, arguments, gradient, times.mark)
-    model.finish_gradients()
-    loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
-    routers, beyond_limit = _sum_router_tables(model)
+    with mark_phase("reduction"):
+        model.finish_gradients()
+        loss_sum = model.sum_over_data(loss_sum.to(torch.float64))
+        routers, beyond_limit = _sum_router_tables(model)
     times.mark("reduction")
     return StepLoss(loss_sum, tokens, routers, count, beyond_limit)
 

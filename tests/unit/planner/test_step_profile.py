@@ -31,14 +31,14 @@ RECIPE: dict[str, Any] = {
     "data": {"sources": "nowhere"},
     "training": {
         "sequence_length": 256,
-        "global_batch_size": 16,
+        "global_batch_size": 64,
         "max_steps": 100,
         "learning_rate": 1e-3,
     },
     "precision": "bf16",
     "layout": {"zero_stage": 3},
 }
-CLUSTER = parse_cluster("2xcpu")
+CLUSTER = parse_cluster("2xEPYC-9654")
 
 
 @pytest.fixture(scope="module")

@@ -55,10 +55,10 @@ def test_compiled_functions_do_not_change_a_run(
         recipe = build_recipe(tmp_path, setting, **RUNS[name])
         with caplog.at_level(logging.INFO, "shardwright"):
             train(recipe)
-        (line,) = [line for line in caplog.messages if line.startswith(f"{name} (")]
-        assert line.endswith(
-            "bits as uncompiled" if setting is True else "not compiled (the device is a CPU)"
-        )
+        lines = [line for line in caplog.messages if line.startswith(f"{name} (")]
+        ending = "bits as uncompiled" if setting is True else "not compiled (the device is a CPU)"
+        assert lines
+        assert all(line.endswith(ending) for line in lines)
         events = read_events(Path(recipe.run.dir) / "events.jsonl")
         numbers.append(
             [(each.loss, each.gradient_norm) for each in events if isinstance(each, StepEvent)]

@@ -100,7 +100,7 @@ def test_a_profile_ends_after_the_threads_of_gloo(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path, [1], torch.device("cpu"), rank=0)
     with profiler.profile_step(1):
         gather_in_slow_thread()
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json*")
     events = json.loads(path.read_text())["traceEvents"]
     durations = [event["dur"] for event in events if event["name"] == "gloo:all_gather"]
     assert max(durations) >= 1e6 * THREAD_SECONDS
