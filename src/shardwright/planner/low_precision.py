@@ -2,7 +2,7 @@
 
 Every product quantises both of its operands, weights too, in each micro-batch. A weight whose codes
 ZeRO gathers is quantised once per gather instead, each rank its shard. Working operands are
-quantised once per step; predicted memory follows, predicted time counts each micro-batch.
+quantised once per step.
 Gradients of experts' weights, and with `rowwise_with_gw_hp` and `nvfp4` all gradients of weights,
 are products in bf16.
 
@@ -93,7 +93,8 @@ _GROUPED_GENERATIONS: dict[LowPrecisionRecipe, tuple[str, ...]] = {
 
 
 class OperandElements(NamedTuple):
-    """Elements of the operands of a product's forward pass, input and weight gradient."""
+    """Elements of the operands of a product's forward pass, input and weight gradient, without
+    its weight."""
 
     forward: float
     input_gradient: float
@@ -179,9 +180,16 @@ class ScaledShares:
         if gathers is None:
             return cast_bytes
         share = self.experts if is_expert else gathers.share
+        return self.get_code_bytes(is_expert=is_expert) + (1.0 - share) * cast_bytes
+
+    def get_code_bytes(self, *, is_expert: bool) -> float:
+        """Return the part of codes and scales in `get_working_bytes`."""
+        gathers = self.code_gathers
+        if gathers is None:
+            return 0.0
+        share = self.experts if is_expert else gathers.share
         num_sets = 1.0 if is_expert and gathers.has_one_set else 2.0
-        scale_bytes = 4.0 / 32.0 if gathers.recipe == "mxfp8" else 0.0
-        return share * num_sets * (1.0 + scale_bytes) + (1.0 - share) * cast_bytes
+        return share * num_sets * (1.0 + (4.0 / 32.0 if gathers.recipe == "mxfp8" else 0.0))
 
     def get_share(self, role: str) -> float:
         """Return the share of products of a role with quantised operands."""
@@ -193,24 +201,12 @@ class ScaledShares:
         is_expert = TARGET_OF_ROLE.get(role) == "experts"  # type: ignore[call-overload]
         return 0.0 if self.has_wide_weight_gradients or is_expert else self.get_share(role)
 
-    def count_operands(
-        self,
-        role: str,
-        m: float,
-        n: float,
-        k: float,
-        weight_shares: tuple[float, float] = (1.0, 1.0),
-    ) -> OperandElements:
-        """Count the elements that the three products of a weight quantise.
-
-        `weight_shares` are the fractions of the weight that a rank quantises in the forward and
-        the backward pass: 1 unless its codes are gathered.
-        """
+    def count_operands(self, role: str, m: float, n: float, k: float) -> OperandElements:
+        """Count the elements of activations and gradients that a weight's three products
+        quantise."""
         share = self.get_share(role)
         return OperandElements(
-            share * (m * k + weight_shares[0] * n * k),
-            share * (m * n + weight_shares[1] * n * k),
-            self.get_weight_gradient_share(role) * (m * n + m * k),
+            share * m * k, share * m * n, self.get_weight_gradient_share(role) * (m * n + m * k)
         )
 
 

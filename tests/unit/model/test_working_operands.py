@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.architecture import ExpertShape, read_config
 from shardwright.model.decoder import Decoder
 from shardwright.model.moe import ExpertStack
+from shardwright.model.products.fp8 import QuantisedMatrix
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
@@ -114,6 +115,10 @@ def test_codes_take_two_bytes_in_the_order_of_the_kernels(
     assert own is not None
     assert own.output.codes.is_contiguous()
     assert has_experts or own.input_gradient.codes.t().is_contiguous()
+    for operand in own.list_sets():
+        if isinstance(operand, QuantisedMatrix) and name != "mxfp8":  # its kernels read exponents
+            assert operand.inverses is not None
+            assert torch.equal(operand.inverses, 1.0 / operand.multipliers)
     num_sets = 1 if has_experts and name in ("blockwise", "nvfp4") else 2
     num_bytes = sum(each.codes.numel() for each in own.list_sets())
     assert num_bytes == num_sets * layers[0].weight.numel()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import (
@@ -18,7 +19,12 @@ from shardwright.config.low_precision import (
 from shardwright.errors import InputError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
+from shardwright.model import Decoder
 from shardwright.model.products.kernel_support import KernelDevice, explain_missing_kernel
+from shardwright.model.products.linear import Linear
+from shardwright.model.products.operand import PRODUCT_SCALINGS
+from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.explanation import explain_gathers
 from shardwright.planner.low_precision import (
@@ -34,13 +40,17 @@ from shardwright.planner.low_precision import (
 )
 from shardwright.planner.memory.block_weights import get_weight_bytes
 from shardwright.planner.memory.quantisation import compute_block_temporaries
-from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.planning_result import plan_recipe
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
-from shardwright.planner.time.memory_traffic import count_quantisation_bytes
+from shardwright.planner.time.memory_traffic import (
+    count_quantisation_bytes,
+    count_repeated_quantisation_bytes,
+    count_weight_quantisation_bytes,
+)
 from tests.multiprocess.scaled_operands import SPARSE, WIDE
 from tests.unit.test_low_precision_rules import build_recipe
 
@@ -61,6 +71,16 @@ ROWS = SpanningScales("rows", "rows", "tensors")
 def make_candidate(config: dict[str, Any], **section: Any) -> Candidate:
     shares = build_scaled_shares(read_config(config), FP8Section(**section))
     return Candidate(Layout(), 2048, 4, precision="fp8", scaled_shares=shares)
+
+
+def count_all_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Count bytes moved to quantise all operands of a layer, each weight in each micro-batch."""
+    kind = facts.kinds[0]
+    (forward, backward), weights = (
+        count(facts, kind, candidate)
+        for count in (count_quantisation_bytes, count_weight_quantisation_bytes)
+    )
+    return forward + weights[0], backward + weights[1]
 
 
 def test_shares_follow_targets_and_exclusions() -> None:
@@ -111,12 +131,12 @@ def test_products_take_the_time_of_their_precision() -> None:
 def test_every_product_quantises_both_of_its_operands() -> None:
     """One matrix of 3 x 5, tokens 7: x and w forward, g and w, then g and x backward."""
     shares = ScaledShares(1.0, 1.0, 1.0, has_wide_weight_gradients=False)
-    assert shares.count_operands("up", 7, 3, 5) == (35 + 15, 21 + 15, 21 + 35)
-    assert shares.count_operands("expert_down", 7, 3, 5) == (35 + 15, 21 + 15, 0)
+    assert shares.count_operands("up", 7, 3, 5) == (35, 21, 21 + 35)
+    assert shares.count_operands("expert_down", 7, 3, 5) == (35, 21, 0)
     assert shares.count_operands("router", 7, 3, 5) == (0, 0, 0)
     facts = get_model_facts(read_config(LLAMA))
     candidate = make_candidate(LLAMA, targets=("mlp",), recipe="mxfp8")
-    forward, backward = count_quantisation_bytes(facts, facts.kinds[0], candidate)
+    forward, backward = count_all_bytes(facts, candidate)
     tokens = 2048 * 4
     narrow = tokens * 2048
     wide = tokens * 8192
@@ -126,16 +146,54 @@ def test_every_product_quantises_both_of_its_operands() -> None:
     assert backward == EAGER_BYTES * (inputs + 3 * (wide + narrow))
     compiled = replace(candidate, compile=True)
     share = COMPILED_BYTES / EAGER_BYTES
-    assert count_quantisation_bytes(facts, facts.kinds[0], compiled) == pytest.approx(
-        (forward * share, backward * share)
-    )
+    assert count_all_bytes(facts, compiled) == pytest.approx((forward * share, backward * share))
+
+
+def test_working_operands_are_quantised_once_per_step() -> None:
+    """As many elements as the engine counts where it writes codes."""
+    shape = read_config(WIDE)
+    decoder = Decoder(shape, compute_dtype=torch.bfloat16)
+    layers = [each for each in decoder.blocks[0].modules() if isinstance(each, Linear)]
+    totals = RoundingTotals([str(index) for index in range(len(layers))])
+    for name, layer in zip(totals.names, layers, strict=True):
+        layer.scaled = ScaledProducts(PRODUCT_SCALINGS["tensorwise"], name, totals=totals)
+    totals.is_counting = True
+    WorkingWeights(decoder, torch.bfloat16).update()
+    written = float(totals.pop_table(torch.device("cpu"))[:, 3].sum())
+    facts = get_model_facts(shape)
+    candidate = make_candidate(WIDE, recipe="tensorwise")
+    once = count_weight_quantisation_bytes(facts, facts.kinds[0], candidate)
+    assert sum(once) == EAGER_BYTES * written
+    # `auto` keeps codes with several micro-batches, without ZeRO.
+    predictor = Predictor(facts, H100, load_efficiencies().get_efficiency(H100.accelerator))
+    accumulated = replace(candidate, gradient_accumulation_steps=4, working_weights="auto")
+    never = replace(accumulated, working_weights=False)
+    for each, num_bytes in (
+        (accumulated, (0.0, 0.0)),
+        (never, once),
+        (replace(never, recompute="full"), (once[0], 2 * once[0])),
+        (
+            replace(accumulated, layout=Layout(dp_shard=8, zero_stage=3)),
+            (once[0] / 8, once[1] / 8),  # a rank quantises its shard for each gather
+        ),
+    ):
+        assert count_repeated_quantisation_bytes(facts, facts.kinds[0], each) == num_bytes
+    step, repeated = (predictor.predict(each).time for each in (accumulated, never))
+    rates = predictor.get_rates("fp8")
+    num_layers = sum(kind.count for kind in facts.kinds)
+    codes = rates.time_copy(num_layers * sum(once))
+    matrices = facts.count_elements(Layout()).layers[0].local_matrices
+    casts = rates.time_copy(num_layers * matrices * (4 + 2))
+    assert repeated.compute - step.compute == pytest.approx(4 * (codes + casts))
+    head_bytes = shape.vocab_size * shape.hidden_size * (4 + 2)
+    once_seconds = rates.time_copy(num_layers * sum(once) + head_bytes)
+    assert step.optimizer - repeated.optimizer == pytest.approx(once_seconds)
 
 
 def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     """Each rank quantises its shard once per gather; over 64 ranks only gates and up-projections
     have whole blocks."""
     facts = get_model_facts(read_config(LLAMA))
-    kind = facts.kinds[0]
     matrix = 2048 * 8192
     attention = 4 * 2048 * 2048
     coded = 3 * matrix + attention
@@ -150,7 +208,7 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
         return (
             candidate,
             size * (coded + rest),
-            sum(count_quantisation_bytes(facts, kind, candidate)),
+            sum(count_all_bytes(facts, candidate)),
         )
 
     _, plain, all_bytes = predict(16, 2, recipe="mxfp8")
@@ -176,7 +234,7 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     _, mixed_bytes, _ = predict(16, 3, mixed, recipe="mxfp8")
     assert mixed_bytes == pytest.approx((narrow_bytes + plain) / 2)
     compiled = [
-        sum(count_quantisation_bytes(facts, kind, replace(block, layout=each, compile=True)))
+        sum(count_all_bytes(facts, replace(block, layout=each, compile=True)))
         for each in (block.layout, Layout())
     ]
     shards = 2 * EAGER_BYTES * coded / 16

@@ -115,6 +115,12 @@ class QuantisedMatrix(NamedTuple):
     codes: Tensor
     multipliers: Tensor
     scaling: Scaling
+    inverses: Tensor | None = None
+    """1 / multipliers, which kernels read; None computes them in each product."""
+
+    def invert_multipliers(self) -> Tensor:
+        """Return 1 / multipliers, fp32."""
+        return 1.0 / self.multipliers if self.inverses is None else self.inverses
 
 
 class RoundingCounts(NamedTuple):

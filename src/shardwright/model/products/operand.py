@@ -71,7 +71,10 @@ def transpose(operand: Operand) -> Operand:
         scaling = replace(operand.scaling, rows=rows, columns=columns)
         return TwoLevelMatrix(codes, operand.block_scales.t(), operand.outer_scales, scaling)
     return QuantisedMatrix(
-        codes, operand.multipliers.t(), replace(operand.scaling, rows=rows, columns=columns)
+        codes,
+        operand.multipliers.t(),
+        replace(operand.scaling, rows=rows, columns=columns),
+        None if operand.inverses is None else operand.inverses.t(),
     )
 
 
@@ -86,7 +89,7 @@ def replace_first_scales(operand: Operand, scales: Tensor) -> Operand:
     """Replace the first tensor of `list_scales`."""
     if isinstance(operand, TwoLevelMatrix):
         return operand._replace(block_scales=scales)
-    return operand._replace(multipliers=scales)
+    return operand._replace(multipliers=scales, inverses=None)
 
 
 def rebuild_operand(

@@ -80,8 +80,8 @@ def multiply_on_device(
             swizzle_b=SwizzleType.SWIZZLE_32_4_4,
             output_dtype=dtype,
         )
-    left_scales = 1.0 / left.multipliers
-    right_scales = 1.0 / right.multipliers
+    left_scales = left.invert_multipliers()
+    right_scales = right.invert_multipliers()
     if has_blocks:
         is_square = right.scaling.columns != 1
         return _multiply_blocks(
@@ -177,18 +177,20 @@ def multiply_experts_on_device(
     if num_rows == 0:
         return codes_MK.new_empty((0, num_columns), dtype=dtype)
     if has_blocks:
-        multipliers_ERC = right.multipliers.unflatten(0, (num_experts, -1))
+        is_fp32 = left.scaling.scale_format == "fp32"
+        scales_RC = right.invert_multipliers() if is_fp32 else right.multipliers
+        scales_ERC = scales_RC.unflatten(0, (num_experts, -1))
         # In the order of the kernel: of output columns, then of blocks of the summed dim.
-        multipliers_ENK = multipliers_ERC if is_transposed else multipliers_ERC.mT
-        if left.scaling.scale_format == "fp32":
+        scales_ENK = scales_ERC if is_transposed else scales_ERC.mT
+        if is_fp32:
             product: Tensor = _multiply_blocks_by_expert(
-                codes_MK, codes_EKN, 1.0 / left.multipliers, 1.0 / multipliers_ENK, counts_E, dtype
+                codes_MK, codes_EKN, left.invert_multipliers(), scales_ENK, counts_E, dtype
             )
             return product
         kind = ScalingType.BlockWise1x32
         order = SwizzleType.SWIZZLE_32_4_4
         left_scales = _spread_rows(_compute_e8m0_scales(left.multipliers), counts_E)
-        right_scales = _compute_e8m0_scales(multipliers_ENK).view(torch.uint8)
+        right_scales = _compute_e8m0_scales(scales_ENK).view(torch.uint8)
         right_scales = F.pad(right_scales, (0, 0, 0, -num_columns % _TILE_ROWS)).flatten(0, 1)
         scales = (
             arrange_scales(left_scales).view(left_scales.shape[0], -1),
@@ -198,9 +200,9 @@ def multiply_experts_on_device(
         kind = ScalingType.RowWise
         order = SwizzleType.NO_SWIZZLE
         # Scales per output column: one per expert and row of a transposed matrix, or per column.
-        scales_EN = (1.0 / right.multipliers).reshape(num_experts, -1)
+        scales_EN = right.invert_multipliers().reshape(num_experts, -1)
         scales = (
-            (1.0 / left.multipliers).reshape(num_rows),
+            left.invert_multipliers().reshape(num_rows),
             scales_EN.expand(num_experts, num_columns).contiguous(),
         )
     product_MN: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]

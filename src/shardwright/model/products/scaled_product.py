@@ -17,17 +17,16 @@ Legend: M tokens, N output features, K input features, E experts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from shardwright.config.low_precision import FP8Product
 from shardwright.model.products import fp8
+from shardwright.model.products.counting_operator import count_in_operator, register_counter
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
 from shardwright.model.products.gathered_weight import GatheredWeight
 from shardwright.model.products.grouped_matmul import multiply_grouped
@@ -37,10 +36,7 @@ from shardwright.model.products.operand import (
     dequantise,
     get_widest_blocks,
     limit_rows,
-    list_scales,
     quantise,
-    rebuild_operand,
-    replace_first_scales,
     transpose,
 )
 from shardwright.model.products.scaled_matmul import multiply_experts_on_device, multiply_on_device
@@ -130,12 +126,10 @@ class ScaledProducts:
     """Key of the step's random numbers, by which gradients of outputs are rounded stochastically;
     an int32 scalar in host memory. None rounds to nearest."""
     key: Tensor = field(init=False, repr=False)
-    """Key of these products in `_counted_products`, an int64 scalar in host memory."""
+    """Key of these products for `count_in_operator`, an int64 scalar in host memory."""
 
     def __post_init__(self) -> None:
-        number = next(_keys)
-        self.key = torch.tensor(number, device="cpu")
-        _counted_products[number] = self
+        self.key = register_counter(self)
 
     def compute_output(self, x_MK: Tensor, w_NK: Tensor) -> Tensor:
         """Compute x w^T, `[M, N]`, in x's dtype."""
@@ -227,10 +221,20 @@ class ScaledProducts:
         if self.totals is None:
             return operand
         if torch.compiler.is_compiling():
-            return replace_first_scales(operand, self._count_in_operator(values_RC, operand))
-        if self.totals.is_counting:
-            self.totals.add(self.name, values_RC, operand)
+            return count_in_operator(self.key, values_RC, operand)
+        if self.is_counting:
+            self.count(values_RC, operand)
         return operand
+
+    @property
+    def is_counting(self) -> bool:
+        """True if the step counts operands."""
+        return self.totals is not None and self.totals.is_counting
+
+    def count(self, values_RC: Tensor, operand: Operand) -> None:
+        """Add an operand to `totals`."""
+        assert self.totals is not None
+        self.totals.add(self.name, values_RC, operand)
 
     def _agree_on_maxima(self, values_RC: Tensor, scaling: Scaling) -> Tensor | None:
         """Return the maxima of all ranks that share an operand; None if there are no others."""
@@ -252,10 +256,10 @@ class ScaledProducts:
                 values_RC = weight.to(working.dtype).flatten(0, -2)
                 maxima[index] = self._agree_on_maxima(values_RC, operand.scaling)
         fill(weight, working, maxima)
-        if self.totals is not None and self.totals.is_counting:
+        if self.is_counting:
             values_RC = weight.to(working.dtype).flatten(0, -2)
             for operand in working.list_sets():
-                self.totals.add(self.name, values_RC, operand)
+                self.count(values_RC, operand)
 
     def quantise_weight(self, weight: Tensor, *, is_backward: bool) -> Operand:
         """Quantise the weight, `[N, K]`, for the output, or for the input gradient; experts'
@@ -285,18 +289,6 @@ class ScaledProducts:
         widest = get_widest_blocks(scaling)
         blocks = dict(zip(dims, (widest.rows, widest.columns), strict=True))
         return self.sharded in blocks and blocks[self.sharded] is None
-
-    def _count_in_operator(self, values_RC: Tensor, operand: Operand) -> Tensor:
-        """Count an operand in compiled code; the result replaces its first scales."""
-        scales: Tensor = _count_operand(
-            values_RC,
-            operand.codes,
-            list_scales(operand),
-            operand.scaling.rows,
-            operand.scaling.columns,
-            self.key,
-        )
-        return scales
 
     def _multiply(
         self, product: FP8Product, left: Operand, right: Operand, dtype: torch.dtype
@@ -338,40 +330,3 @@ class ScaledProducts:
             transposed=is_transposed,
         )
         return product_M.to(dtype)
-
-
-_keys = itertools.count()
-_counted_products: WeakValueDictionary[int, ScaledProducts] = WeakValueDictionary()
-"""Products of this process by key. An operator of compiled code takes no object."""
-
-
-@torch.library.custom_op("shardwright::count_operand", mutates_args=())
-def _count_operand(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: Sequence[torch.Tensor],
-    rows: int | None,
-    columns: int | None,
-    key: torch.Tensor,
-) -> torch.Tensor:
-    """Count an operand if its step counts; return a copy of its first scales.
-
-    The product reads the copy, so the compiler does not remove the operator as unused.
-    """
-    products = _counted_products[int(key)]
-    if products.totals is not None and products.totals.is_counting:
-        operand = rebuild_operand(codes, scales, rows, columns)
-        products.totals.add(products.name, values, operand)
-    return scales[0].clone(memory_format=torch.contiguous_format)
-
-
-@_count_operand.register_fake
-def _fake_count_operand(
-    values: Tensor,
-    codes: Tensor,
-    scales: Sequence[Tensor],
-    rows: int | None,
-    columns: int | None,
-    key: Tensor,
-) -> Tensor:
-    return torch.empty_like(scales[0], memory_format=torch.contiguous_format)

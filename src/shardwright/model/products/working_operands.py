@@ -49,8 +49,11 @@ def allocate_operands(
 
 
 def list_tensors(operand: Operand) -> list[Tensor]:
-    """Return the tensors of codes and scales."""
-    return [operand.codes, *list_scales(operand)]
+    """Return the tensors of codes and scales, and of the inverses that kernels read."""
+    tensors = [operand.codes, *list_scales(operand)]
+    if isinstance(operand, QuantisedMatrix) and operand.inverses is not None:
+        tensors.append(operand.inverses)
+    return tensors
 
 
 def fill_operands(
@@ -62,9 +65,16 @@ def fill_operands(
     for operand, block_maxima in zip(operands.list_sets(), maxima, strict=False):
         scaling = operand.scaling
         if scaling not in known:
-            known[scaling] = quantise(values_RC, scaling, block_maxima)
+            known[scaling] = _invert_scales(quantise(values_RC, scaling, block_maxima))
         for tensor, source in zip(list_tensors(operand), list_tensors(known[scaling]), strict=True):
             tensor.copy_(source)
+
+
+def _invert_scales(operand: Operand) -> Operand:
+    """Compute the inverses that kernels of fp32 scales read, so that no product computes them."""
+    if isinstance(operand, QuantisedMatrix) and operand.scaling.scale_format != "e8m0":
+        return operand._replace(inverses=operand.invert_multipliers())
+    return operand
 
 
 def _allocate(
@@ -74,7 +84,7 @@ def _allocate(
         scaling = limit_rows(scaling, weight.shape[1])
     # Quantised on the meta device, an operand has the shapes and dtypes of its tensors.
     values_RC = torch.empty(weight.flatten(0, -2).shape, dtype=dtype, device="meta")
-    operand = quantise(values_RC, scaling)
+    operand = _invert_scales(quantise(values_RC, scaling))
 
     def allocate(part: Tensor, *, is_column_major: bool = False) -> Tensor:
         shape = part.t().shape if is_column_major else part.shape
@@ -83,7 +93,10 @@ def _allocate(
 
     codes = allocate(operand.codes, is_column_major=is_column_major)
     if isinstance(operand, QuantisedMatrix):
-        return operand._replace(codes=codes, multipliers=allocate(operand.multipliers))
+        inverses = None if operand.inverses is None else allocate(operand.inverses)
+        return operand._replace(
+            codes=codes, multipliers=allocate(operand.multipliers), inverses=inverses
+        )
     return operand._replace(
         codes=codes,
         block_scales=allocate(operand.block_scales),

@@ -304,9 +304,11 @@ def _count_cast_elements(
     return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
 
 
-def compute_working_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+def compute_working_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, has_codes: bool = True
+) -> float:
     """Compute the bytes of copies in the compute precision that persist between steps: of the
-    layers' matrices and the head, or of adapters."""
+    layers' matrices and the head, or of adapters. False for `has_codes` leaves out codes."""
     if not candidate.has_working_weights:
         return 0.0
     size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
@@ -315,7 +317,10 @@ def compute_working_bytes(facts: ModelFacts, candidate: Candidate, load: StageLo
     elements = facts.count_elements(candidate.layout)
     shares = candidate.quantised_shares
     dense_bytes, expert_bytes = (
-        size if shares is None else shares.get_working_bytes(size, is_expert=is_expert)
+        size
+        if shares is None
+        else shares.get_working_bytes(size, is_expert=is_expert)
+        - (0.0 if has_codes else shares.get_code_bytes(is_expert=is_expert))
         for is_expert in (False, True)
     )
     total = sum(

@@ -25,7 +25,9 @@ from shardwright.planner.time.memory_traffic import (
     count_elementwise_bytes,
     count_matmul_calls,
     count_quantisation_bytes,
+    count_repeated_quantisation_bytes,
     count_separate_bytes,
+    count_weight_quantisation_bytes,
     list_matmuls,
 )
 from shardwright.schedule.registry import has_split_backward
@@ -284,7 +286,8 @@ def compute_scaled_product_seconds(
     facts: ModelFacts, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
     """Compute the seconds per micro-batch of all layers' products that `scaled_shares` gives
-    quantised operands, at the given rates, and of quantising these operands."""
+    quantised operands, at the given rates, and of quantising these operands; of working operands a
+    micro-batch has its part."""
     shares = candidate.scaled_shares
     assert shares is not None
     products = moved_bytes = 0.0
@@ -305,7 +308,11 @@ def compute_scaled_product_seconds(
         forward, backward = count_quantisation_bytes(facts, kind, candidate)
         if candidate.recompute == "full":
             forward *= 2
-        moved_bytes += kind.count * (forward + backward)
+        weights = sum(count_repeated_quantisation_bytes(facts, kind, candidate))
+        if candidate.has_working_operands:
+            once = sum(count_weight_quantisation_bytes(facts, kind, candidate))
+            weights = once / candidate.gradient_accumulation_steps
+        moved_bytes += kind.count * (forward + backward + weights)
     return products, rates.time_copy(moved_bytes)
 
 

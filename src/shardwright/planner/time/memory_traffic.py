@@ -182,7 +182,8 @@ queries', up shares the gate's."""
 def count_quantisation_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> tuple[float, float]:
-    """Count bytes moved to quantise a layer's operands, in the forward and backward pass.
+    """Count bytes moved to quantise a layer's activations and gradients, in the forward and
+    backward pass; `count_weight_quantisation_bytes` has weights.
 
     Without `scaled_shares`, these are inputs in the forward pass and output gradients in the
     backward pass: published runs quantise weights once per step.
@@ -214,13 +215,13 @@ def count_quantisation_bytes(
 def _count_operand_bytes(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, shares: ScaledShares
 ) -> tuple[float, float]:
-    """Count bytes moved to quantise the operands of each product, as this trainer does."""
+    """Count bytes moved to quantise the operands of each product except weights, as this trainer
+    does."""
     element_bytes = COMPILED_BYTES if candidate.compile else shares.eager_bytes
     forward = backward = 0.0
     for product, rows in list_matmuls(facts, kind, candidate):
         num_out, num_in = compute_local_sides(product, candidate)
-        weight_shares = compute_quantised_shares(facts, kind, product, num_out, candidate)
-        elements = shares.count_operands(product.role, rows, num_out, num_in, weight_shares)
+        elements = shares.count_operands(product.role, rows, num_out, num_in)
         num_calls = count_matmul_calls(facts, kind, product, candidate)
         num_bytes = element_bytes * num_calls
         if shares.has_stochastic_gradients and not candidate.compile:
@@ -230,6 +231,39 @@ def _count_operand_bytes(
         backward += num_bytes * elements.input_gradient
         if candidate.adapter is None:
             backward += num_bytes * elements.weight_gradient
+    return forward, backward
+
+
+def count_weight_quantisation_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes moved to quantise a layer's weights once, for the forward and the backward pass:
+    in each micro-batch, or once per step if they are working operands."""
+    shares = candidate.quantised_shares
+    if shares is None:
+        return 0.0, 0.0
+    element_bytes = COMPILED_BYTES if candidate.compile else shares.eager_bytes
+    forward = backward = 0.0
+    for product, _ in list_matmuls(facts, kind, candidate):
+        num_out, num_in = compute_local_sides(product, candidate)
+        num_bytes = element_bytes * shares.get_share(product.role) * num_out * num_in
+        num_bytes *= count_matmul_calls(facts, kind, product, candidate)
+        weight_shares = compute_quantised_shares(facts, kind, product, num_out, candidate)
+        forward += weight_shares[0] * num_bytes
+        backward += weight_shares[1] * num_bytes
+    return forward, backward
+
+
+def count_repeated_quantisation_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count bytes moved in each micro-batch to quantise a layer's weights, which recomputation of
+    their products does again."""
+    if candidate.has_working_operands:
+        return 0.0, 0.0
+    forward, backward = count_weight_quantisation_bytes(facts, kind, candidate)
+    if get_layer_recompute(kind, candidate.recompute) in ("full", "mixed"):
+        backward += forward
     return forward, backward
 
 

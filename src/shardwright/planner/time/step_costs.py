@@ -9,7 +9,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.moved_weights import compute_moved_weights, get_moved_bytes
 from shardwright.planner.memory.parameter_memory import has_saved_casts
-from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 from shardwright.planner.offload_costs import LayerTransfers, compute_transfer_waits
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, build_groups
@@ -18,7 +18,10 @@ from shardwright.planner.time.compute import (
     compute_end_seconds,
     compute_layer_seconds,
 )
-from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
+from shardwright.planner.time.memory_traffic import (
+    count_repeated_quantisation_bytes,
+    count_weight_traffic_bytes,
+)
 from shardwright.planner.time.pipeline_simulation import StageSeconds
 from shardwright.planner.time.traffic import (
     NO_TRAFFIC,
@@ -148,18 +151,7 @@ class StepCosts:
         self.pipeline_wait = LayerTraffic(
             tensor=_compute_pipelined_wait_seconds(candidate.layout, network)
         )
-        has_wide_products = rates.cluster.accelerator.kind != "cpu"
-        self.weight_seconds = [
-            tuple(
-                map(
-                    rates.time_copy,
-                    count_weight_traffic_bytes(
-                        facts, kind, candidate, has_wide_products=has_wide_products
-                    ),
-                )
-            )
-            for kind in facts.kinds
-        ]
+        self.weight_seconds = [self._compute_weight_seconds(kind) for kind in facts.kinds]
 
     @property
     def layer_costs(self) -> LayerCosts:
@@ -167,6 +159,19 @@ class StepCosts:
         if self._layer_costs is None:
             self._layer_costs = LayerCosts(self.facts, self.candidate, self.rates, self.network)
         return self._layer_costs
+
+    def _compute_weight_seconds(self, kind: LayerKind) -> tuple[float, float]:
+        """Compute the seconds of moving and quantising a layer's weights in a micro-batch, forward
+        and backward."""
+        facts = self.facts
+        candidate = self.candidate
+        has_wide_products = self.rates.cluster.accelerator.kind != "cpu"
+        moved = count_weight_traffic_bytes(
+            facts, kind, candidate, has_wide_products=has_wide_products
+        )
+        quantised = count_repeated_quantisation_bytes(facts, kind, candidate)
+        forward, backward = map(self.rates.time_copy, map(float.__add__, moved, quantised))
+        return forward, backward
 
     def compute_stage(
         self, layers: tuple[int, ...], *, has_embedding: bool, has_head: bool

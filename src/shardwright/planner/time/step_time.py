@@ -31,6 +31,7 @@ from shardwright.planner.time.data_parallel_time import (
     count_first_elements,
     count_updated_elements,
 )
+from shardwright.planner.time.memory_traffic import count_weight_quantisation_bytes
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwright.planner.time.step_costs import StagePasses, StepCosts
@@ -230,13 +231,19 @@ def _compute_rank_parts(
 
 
 def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
-    """Compute the seconds in which working weights are cast, once per step."""
+    """Compute the seconds in which working weights are cast or quantised, once per step."""
+    facts = costs.facts
     candidate = costs.candidate
-    num_bytes = compute_working_bytes(costs.facts, candidate, load)
-    if has_one_pass_update(candidate, costs.network.cluster.accelerator.kind):
-        return costs.rates.time_copy(num_bytes)
-    read_bytes = num_bytes * candidate.master_bytes / candidate.activation_bytes
-    return costs.rates.time_copy(read_bytes + num_bytes)
+    quantised_bytes = 0.0
+    if candidate.has_working_operands:
+        quantised_bytes = sum(
+            count * sum(count_weight_quantisation_bytes(facts, kind, candidate))
+            for kind, count in zip(facts.kinds, load.layers, strict=True)
+        )
+    num_bytes = compute_working_bytes(facts, candidate, load, has_codes=False)
+    if not has_one_pass_update(candidate, costs.network.cluster.accelerator.kind):
+        num_bytes += num_bytes * candidate.master_bytes / candidate.activation_bytes
+    return costs.rates.time_copy(num_bytes + quantised_bytes)
 
 
 def _compute_update_seconds(
