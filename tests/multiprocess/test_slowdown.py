@@ -65,7 +65,8 @@ def build_run(layout: Layout, profile: Path) -> ValidatedRun:
     shape = read_config(CONFIG)
     batch = BatchPlan(SEQUENCE_LENGTH, 2, 2, layout.data_ranks)
     plan = build_plan(shape, layout, batch, recipe.precision, "none")
-    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape, data=WINDOWS))
+    run = SimpleNamespace(recipe=recipe, planned_recipe=None, plan=plan, shape=shape, data=WINDOWS)
+    return cast(ValidatedRun, run)
 
 
 def delay_first_call(stack: ExitStack, owner: Any, name: str, delayed: list[bool]) -> None:

@@ -105,9 +105,16 @@ def test_plan_returns_the_predictions_that_the_command_prints() -> None:
     result = sw.plan(ROOT / "recipes/llama3-8b.yaml", "8xH100-80GB", num_layouts=3)
     assert len(result.predictions) == 3
     assert result.chosen is not None
+    speed = f"{result.chosen.tokens_per_second:,.0f}"
     lines = repr(result).splitlines()
-    assert len(lines) == 5
-    assert f"{result.chosen.tokens_per_second:,.0f}" in lines[-1]
+    assert len(lines) == 4
+    (starred,) = [line for line in lines[1:] if line.endswith("*")]
+    assert speed in starred
+    shorter = sw.plan(ROOT / "recipes/llama3-8b.yaml", "8xH100-80GB", num_layouts=1)
+    lines = repr(shorter).splitlines()
+    assert len(lines) == 3
+    assert lines[-1].startswith("chosen:")
+    assert speed in lines[-1]
     with pytest.raises(InputError, match="missing cluster"):
         sw.plan(ROOT / "recipes/llama3-8b.yaml")
     with pytest.raises(InputError, match="not a precision"):

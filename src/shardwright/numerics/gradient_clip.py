@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright.layout.parameter_layout import ParameterLayout
 
@@ -185,7 +186,9 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     A factor of exactly 1 changes no bit.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
+    for each in gradients:
+        # One operation on several tensors takes no DTensors of different meshes.
+        gradient = each.to_local() if isinstance(each, DTensor) else each
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for same_dtype in by_dtype.values():
         # The factor is rounded to fp32 or wider, and the product once, to the gradient's dtype.

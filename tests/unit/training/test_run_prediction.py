@@ -47,7 +47,8 @@ def build_validated_run(cluster: Any) -> ValidatedRun:
     plan = build_plan(
         shape, layout, BatchPlan(128, 2, 1, layout.data_ranks), recipe.precision, "none"
     )
-    return cast(ValidatedRun, SimpleNamespace(recipe=recipe, plan=plan, shape=shape, data=WINDOWS))
+    run = SimpleNamespace(recipe=recipe, planned_recipe=None, plan=plan, shape=shape, data=WINDOWS)
+    return cast(ValidatedRun, run)
 
 
 def test_the_prediction_of_a_run_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
