@@ -296,8 +296,9 @@ def test_a_case_is_predicted_with_the_settings_of_its_recipe(
     case = make_case(weights_dir=str(tmp_path), random_weights=True, **settings)
     candidate = build_candidate(case, read_shape(config, case.lora_rank))
     template = build_template(build_recipe(case))
-    searched = {"micro_batch_size": case.micro_batch_size, "recompute": case.recompute}
-    assert candidate == replace(template, **searched)
+    assert candidate == replace(
+        template, micro_batch_size=case.micro_batch_size, recompute=case.recompute
+    )
 
 
 def test_a_family_is_compared_with_llama_of_its_length() -> None:
