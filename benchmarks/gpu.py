@@ -96,7 +96,7 @@ def main() -> int:
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}", flush=True)
     if arguments.compile_only:
-        return int(not compile_cases(cases, contenders, arguments))
+        return int(not compile_cases(cases, contenders, skipped, arguments))
     failed = not arguments.no_tests and not run_tests(arguments.device, arguments.tests, skipped)
     if arguments.tests_only:
         return int(failed)
@@ -285,17 +285,25 @@ def measure_cases(
 
 
 def compile_cases(
-    cases: list[GpuCase], contenders: list[str], arguments: argparse.Namespace
+    cases: list[GpuCase],
+    contenders: list[str],
+    skipped: dict[str, str],
+    arguments: argparse.Namespace,
 ) -> bool:
-    """Fill the compiler's caches with the cases' kernels; return False if a contender failed."""
+    """Fill the compiler's caches with the cases' kernels; return False if a contender failed.
+
+    Settings are chosen as where shardwright is measured too.
+    """
     name = "CPU"
     if arguments.device == "cuda":
         code = "import torch; print(torch.cuda.get_device_name())"
         command = [sys.executable, "-c", code]
         name = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    measured = [contender for contender in NEEDS if contender not in skipped]
+    cluster = find_cluster(name, measured)
     has_passed = True
     for case in cases:
-        fitted = fit(case, find_cluster(name, contenders), arguments)
+        fitted = fit(case, cluster, arguments)
         has_two_kinds = "sliding_window" in case.shape.config
         small = replace(fitted, num_layers=2 if has_two_kinds else 1)
         visits = visit(small, select_contenders(case, contenders, {}), arguments, Rounds(1, 1, 1))

@@ -24,7 +24,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--step", action="append", default=[], metavar="PATTERN", help="steps to run, by name"
     )
     parser.add_argument(
-        "--goals", action="store_true", help="only the speeds we aim at, the most important first"
+        "--goals",
+        action="store_true",
+        help="only the speeds we aim at; with --seconds the most important first",
     )
     parser.add_argument(
         "--seconds",

@@ -33,16 +33,22 @@ def hash_code(step: Step) -> str:
 def read_outcomes(
     steps: Iterable[Step], folders: Mapping[str, Path], published: Path
 ) -> dict[str, dict[str, Any]]:
-    """Read the last outcome of each step by name: that in its folder, else the published one."""
+    """Read the last outcome of each step by name: of its folder if it began, else as published."""
     outcomes: dict[str, dict[str, Any]] = {}
     if published.is_file():
         content = json.loads(published.read_text())
         outcomes = {each["name"]: each for each in content["steps"] if "seconds" in each}
     for step in steps:
-        file = folders[step.name] / "outcome.json"
-        if file.is_file():
-            outcomes[step.name] = json.loads(file.read_text())
+        if (outcome := read_started(folders[step.name])) is not None:
+            outcomes[step.name] = outcome
     return outcomes
+
+
+def read_started(folder: Path) -> dict[str, Any] | None:
+    """Read the outcome in the folder of a step; None if the step never began."""
+    file = folder / "outcome.json"
+    outcome: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return None if outcome.get("status", "no time left") == "no time left" else outcome
 
 
 def has_current_result(step: Step, outcomes: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -38,6 +38,7 @@ from benchmarks.gpu_order import (
     hash_code,
     order_by_information,
     read_outcomes,
+    read_started,
     select_fitting,
 )
 from benchmarks.gpu_packages import unpack_wheels
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_steps(steps, arguments)
         return 0
     if arguments.publish:
-        return publish(arguments.out, steps)
+        every_step = argparse.Namespace(**vars(arguments) | {"goals": False, "step": []})
+        return publish(arguments.out, list_steps(every_step))
     environment = build_environment(arguments)
     if isinstance(environment, str):
         print(environment, file=sys.stderr)
@@ -278,7 +280,7 @@ def run_step(
         message = (needs if needed_seconds else "") + message
         outcome |= {"status": "no time left", "seconds": 0.0, "message": message}
         outcome |= {"time_limit_seconds": step.time_limit_seconds, "conditions": read_conditions()}
-        if not (folder / step.result).is_file():
+        if read_started(folder) is None and not (folder / step.result).is_file():
             _write_outcome(folder, outcome)
         return outcome
     shutil.rmtree(folder, ignore_errors=True)
@@ -401,12 +403,12 @@ def has_passed(out: Path, step: Step) -> bool:
 
 
 def restore_results(content: dict[str, Any], out: Path, steps: Sequence[Step]) -> None:
-    """Write the outcomes and results of `gpu.json` to the folders of steps that have none."""
+    """Write the outcomes and results of `gpu.json` to the folders of steps that never began."""
     outcomes = {outcome["name"]: outcome for outcome in content["steps"]}
     for step in steps:
         folder = get_folder(out, step)
         outcome = outcomes.get(step.name, {})
-        if "seconds" not in outcome or (folder / "outcome.json").is_file():
+        if "seconds" not in outcome or read_started(folder) is not None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         result = outcome.pop("result", None)
@@ -419,7 +421,7 @@ def restore_results(content: dict[str, Any], out: Path, steps: Sequence[Step]) -
 def publish(out: Path, steps: Sequence[Step]) -> int:
     """Write the page of the steps in `out` to docs/benchmarks; return the exit code.
 
-    Steps that `out` lacks keep what has been published of them.
+    Steps that `out` lacks, or that never began there, keep what has been published of them.
     """
     if not (out / "steps").is_dir():
         print(f"{out / 'steps'} does not exist; run `make gpu` first", file=sys.stderr)

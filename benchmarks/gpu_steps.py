@@ -12,8 +12,8 @@ from benchmarks.shapes import SHAPES, TINY, Shape
 
 MODULE = (sys.executable, "-m")
 _ENGINE = tuple(
-    f"src/shardwright/{package}"
-    for package in ("model", "numerics", "offload", "optim", "parallel", "training")
+    f"src/shardwright/{name}"
+    for name in ("hashing.py", "model", "numerics", "offload", "optim", "parallel", "training")
 )
 GOALS = {
     "real": (

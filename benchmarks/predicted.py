@@ -120,6 +120,7 @@ def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
         has_bf16_masters=case.has_bf16_weights,
         compile_functions="auto",
         is_loss_chunk_auto=True,
+        is_read_ahead_auto=True,
         has_masked_kernels=case.device == "cuda",
     )
 

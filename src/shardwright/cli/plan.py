@@ -225,7 +225,7 @@ def _describe_guess(cluster: Cluster) -> str | None:
     if cluster.accelerator.kind != "cpu" or cluster.profile is not None:
         return None
     return (
-        f"rates are {cluster.rates_source}: `shardwright doctor --calibrate` measures them, and "
+        f"rates: {cluster.rates_source}; `shardwright doctor --calibrate` measures them, and "
         "--profile plans with them"
     )
 

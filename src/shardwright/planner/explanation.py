@@ -84,13 +84,13 @@ def _explain_settings(
     if candidate.read_ahead_bytes:
         settings.append(f"{format_bytes(candidate.read_ahead_bytes)} of moments read ahead")
     blocks = "compiled" if candidate.compile else "not compiled"
-    sentence = f"Settings of `train`: blocks {blocks}, {', '.join(settings)}"
+    sentence = f"`train` will choose: blocks {blocks}, {', '.join(settings)}"
     if lean.time == chosen.time:
-        return f"{sentence}; none takes free memory."
+        return f"{sentence}. No choice needs free memory."
     return (
-        f"{sentence}; free memory is taken for {format_seconds(lean.time.step - chosen.time.step)} "
-        f"per step ({format_bytes(chosen.memory.total)} instead of "
-        f"{format_bytes(lean.memory.total)})."
+        f"{sentence}. These use free memory ({format_bytes(chosen.memory.total)} instead of "
+        f"{format_bytes(lean.memory.total)}) and save "
+        f"{format_seconds(lean.time.step - chosen.time.step)} per step."
     )
 
 

@@ -109,9 +109,6 @@ class CodeGathers:
     recipe: LowPrecisionRecipe
     share: float
     """Share of the weights of all kinds of layer."""
-    has_unknown_shards: bool = False
-    """True in lower bounds of a search, which does not know yet how many ranks quantise a weight:
-    no weight is quantised."""
 
     @property
     def has_one_set(self) -> bool:

@@ -398,13 +398,14 @@ def _describe_host(end: float, following: _Kernel, spans: Sequence[_Span]) -> st
         while open_spans and open_spans[-1].end <= span.start:
             open_spans.pop()
         if overlap > 0:
-            own[span.name] += overlap
-            own[open_spans[-1].name if open_spans else "no operator"] -= overlap
+            own[_shorten(span.name)] += overlap
+            own[_shorten(open_spans[-1].name) if open_spans else "no operator"] -= overlap
         open_spans.append(span)
     largest = sorted(own.items(), key=lambda item: -item[1])[:_NUM_HOST_PARTS]
-    parts = [
-        f"{name.removeprefix(_BACKWARD + ': ')[:48]} {time / 1e3:.2f}"
-        for name, time in largest
-        if time >= 1.0
-    ]
+    parts = [f"{name[:48]} {time / 1e3:.2f}" for name, time in largest if time >= 1.0]
     return ", ".join(parts) or "launched it at once"
+
+
+def _shorten(name: str) -> str:
+    """Name a backward pass of autograd as the operator in it, which has the same name."""
+    return name.removeprefix(f"{_BACKWARD}: ")

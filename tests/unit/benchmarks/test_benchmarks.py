@@ -21,19 +21,27 @@ from benchmarks import cpu, fit_cpu, gpu, gpu_fit, launch, table
 from benchmarks.case import LLAMA_29M, Case, make_tokens, select_batch, shift_labels
 from benchmarks.conditions import format_rows
 from benchmarks.contenders import CONTENDERS, TITLES
+from benchmarks.contenders.with_shardwright import build_recipe
 from benchmarks.gpu_figures import name_attention_kernels
 from benchmarks.gpu_fit import fit_case, is_fitting
+from benchmarks.gpu_turns import Rounds, Visits
 from benchmarks.host_waits import HostWaitCounter
 from benchmarks.layout_cases import ENTRIES
 from benchmarks.layout_page import render_page
 from benchmarks.pace import Pace, count_graph_breaks, read_peak_rss_bytes
-from benchmarks.predicted import build_cpu_cluster, find_catalogue_cluster
+from benchmarks.predicted import (
+    build_candidate,
+    build_cpu_cluster,
+    find_catalogue_cluster,
+    read_shape,
+)
 from benchmarks.shapes import SHAPES, TINY
 
 from shardwright.architecture import read_config
 from shardwright.data.sample_order import SampleOrder
 from shardwright.hardware import ElementwiseRate, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -251,6 +259,46 @@ def test_cases_take_the_first_settings_that_fit_the_device(monkeypatch: pytest.M
     assert "moments in host memory" in fit("llama-3-8b", "H100-96GB").list_options()
     with pytest.raises(gpu.CaseDoesNotFitError, match="8-bit AdamW: not installed: torchao"):
         fit("llama-3-8b", "L4")
+
+
+def test_peers_are_compiled_with_the_settings_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[bool, list[str]]] = []
+
+    def visit(case: gpu.GpuCase, names: list[str], _: argparse.Namespace, __: Rounds) -> Visits:
+        compiled.append((case.settings.recompute, names))
+        return Visits()
+
+    monkeypatch.setattr(gpu, "visit", visit)
+    monkeypatch.setattr(gpu, "name_missing", lambda _packages: "")
+    arguments = argparse.Namespace(device="cpu", precision="fp32", out=tmp_path)
+    case = gpu.GpuCase("tiny-lora", TINY["tiny-lora"], 64, "")
+    assert gpu.compile_cases([case], ["torchtune"], {}, arguments)
+    assert compiled == [(True, ["torchtune"])]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compile": True},
+        {"recompute": "full", "has_offloaded_moments": True},
+        {"has_bf16_weights": True, "optimizer": "adamw_8bit"},
+        {"lora_rank": 16},
+    ],
+)
+def test_a_case_is_predicted_with_the_settings_of_its_recipe(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = SHAPES["llama-3.2-1b"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"precision": "bf16", "device": "cuda", "world_size": 1} | fields
+    case = make_case(weights_dir=str(tmp_path), random_weights=True, **settings)
+    candidate = build_candidate(case, read_shape(config, case.lora_rank))
+    template = build_template(build_recipe(case))
+    assert candidate == replace(
+        template, micro_batch_size=case.micro_batch_size, recompute=case.recompute
+    )
 
 
 def test_a_family_is_compared_with_llama_of_its_length() -> None:

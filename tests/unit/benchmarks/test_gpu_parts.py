@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -96,6 +97,28 @@ def test_publishing_adds_to_earlier_results(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "later" / "gpu.json").read_text())["steps"]
     assert [step["result"] for step in results] == [{"one": 1}, {"two": 1}]
     assert [step["status"] for step in results] == ["passed", "passed"]
+
+
+def test_publishing_a_selection_keeps_published_steps_that_did_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [make_step(name, WRITE.format(text=f'{{"{name}": 1}}')) for name in ("one", "two")]
+    run_steps(tmp_path / "earlier", steps)
+    published = tmp_path / "docs/benchmarks/gpu.json"
+    published.parent.mkdir(parents=True)
+    shutil.copyfile(tmp_path / "earlier/gpu.json", published)
+    out = tmp_path / "later"
+    run_steps(out, steps[:1])
+    run_steps(out, steps[1:], seconds=0.0)
+    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
+    outcomes = gpu_parts.read_last_outcomes(out, steps)
+    assert outcomes["two"]["status"] == "passed"
+    monkeypatch.setattr(
+        gpu_parts, "list_steps", lambda arguments: steps[:1] if arguments.goals else steps
+    )
+    assert gpu_parts.main(["--publish", "--goals", "--out", str(out)]) == 0
+    results = json.loads(published.read_text())["steps"]
+    assert [step["result"] for step in results] == [{"one": 1}, {"two": 1}]
 
 
 def test_parts_run_to_their_end_after_a_failing_step(

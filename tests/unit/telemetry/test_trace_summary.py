@@ -46,6 +46,7 @@ EVENTS = [
     launch(2, MAIN, 110, 115),
     kernel("nvjet_tst_128x256", 2, 300, 500),
     span("cpu_op", FUNCTION, AUTOGRAD, 490, 900),
+    span("cpu_op", "MmBackward0", AUTOGRAD, 510, 890),
     span("cpu_op", "aten::mm", AUTOGRAD, 550, 566),
     launch(3, AUTOGRAD, 560, 565),
     kernel("sm90_xmma_gemm", 3, 570, 700),

@@ -390,12 +390,11 @@ class _LayoutSearch:
             ).total
         ):
             return
-        costs = self.costs.get_layer_costs(chosen.degrees, chosen.execution, sharding)
-        expand = partial(self._expand_candidate, chosen.degrees, candidate, costs)
+        expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
         if candidate.layout.pp > 1 and self._heap:
             # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (
-                self.predictor.bound_pass_seconds(candidate, costs) + exposed_seconds
+                self.predictor.bound_pass_seconds(candidate, chosen.costs) + exposed_seconds
             ) * self._straggler_factor + self._fixed_seconds
             if seconds > self._heap[0][0]:
                 self._push_at(seconds, chosen.degrees, expand)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shardwright.planner.candidate import Candidate
-from shardwright.planner.low_precision import ScaledShares
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
@@ -42,7 +38,8 @@ class ChoiceCosts:
         self.problem = problem
         self.facts = predictor.facts
         self.space = space
-        self._bound_shares = _build_bound_shares(problem.template)
+        shares = problem.template.quantised_shares
+        self._has_spanning_scales = shares is not None and shares.spanning is not None
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
@@ -81,11 +78,8 @@ class ChoiceCosts:
         bounds = PipelineBoundModel(pipeline)
         return self._bounds.setdefault(bounds.key, bounds)
 
-    def get_layer_costs(
-        self, degrees: Degrees, execution: ExecutionChoice, sharding: ShardingChoice | None = None
-    ) -> LayerCosts:
-        """Return the cached costs of a micro-batch on the layers; without `sharding` a lower
-        bound of those of all shardings."""
+    def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
+        """Return the cached costs of a micro-batch on the layers."""
         key: tuple[object, ...] = (
             degrees.tp,
             degrees.cp,
@@ -93,14 +87,14 @@ class ChoiceCosts:
             degrees.micro_batch_size,
             execution,
         )
-        if sharding is not None and self._bound_shares is not None:
-            key = (*key, degrees.data_ranks, sharding)
+        if self._has_spanning_scales and degrees.tp > 1:
+            # A stage exchanges the maxima of weights once per step.
+            key = (*key, degrees.pp, degrees.accumulation_steps)
         costs = self._costs.get(key)
         if costs is None:
-            candidate = self.space.build_candidate(degrees, execution, sharding)
-            if sharding is None and self._bound_shares is not None:
-                candidate = replace(candidate, scaled_shares=self._bound_shares)
-            costs = self._costs[key] = self.predictor.compute_layer_costs(candidate)
+            costs = self._costs[key] = self.predictor.compute_layer_costs(
+                self.space.build_candidate(degrees, execution)
+            )
         return costs
 
     def get_activations(
@@ -192,11 +186,3 @@ class ChoiceCosts:
         return min(
             alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
         )
-
-
-def _build_bound_shares(template: Candidate) -> ScaledShares | None:
-    """Build shares for lower bounds; None if ZeRO does not change what a rank quantises."""
-    shares = template.quantised_shares
-    if shares is None or shares.code_gathers is None:
-        return None
-    return replace(shares, code_gathers=replace(shares.code_gathers, has_unknown_shards=True))

@@ -283,12 +283,10 @@ def compute_quantised_shares(
     if is_expert and experts is not None:
         shape = (experts.num_experts // layout.ep, *shape)
     shares = candidate.scaled_shares
-    if shares is None or shares.code_gathers is None:
-        return 1.0, 1.0
-    if shares.code_gathers.has_unknown_shards:
-        return 0.0, 0.0
     if (
-        not candidate.gathers_codes(
+        shares is None
+        or shares.code_gathers is None
+        or not candidate.gathers_codes(
             is_recomputed=get_layer_recompute(kind, candidate.recompute) != "none"
         )
         or num_shards == 1

@@ -71,7 +71,8 @@ class StagePasses(NamedTuple):
 
 class LayerCosts:
     """Costs of layers, embedding and head for one micro-batch: the part of a candidate's cost
-    that is independent of pp, ZeRO and accumulation."""
+    that is independent of ZeRO, and of pp and accumulation but for exchanges of weights' maxima
+    under tp."""
 
     def __init__(
         self, facts: ModelFacts, candidate: Candidate, rates: DeviceRates, network: NetworkModel
