@@ -123,11 +123,14 @@ def build_function_compiler(
     return FunctionCompiler(device, obstacle)
 
 
-def compile_function(formulation: Callable[..., Any], *, max_graphs: int = 8) -> Callable[..., Any]:
+def compile_function(
+    formulation: Callable[..., Any], *, max_graphs: int = 32
+) -> Callable[..., Any]:
     """Return the compiled function, with PyTorch's own rounding; its first call compiles.
 
     Args:
-        max_graphs: Maximum number of shapes; with more, a call fails.
+        max_graphs: Maximum number of graphs in this process; with more, a call fails. AdamW has up
+            to six for each of its settings (dtypes of copies and numbers of tensors).
     """
     if formulation not in _compiled:
         options = list_rounding_options()

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from shardwright.numerics import function_compiler
-from shardwright.numerics.function_compiler import FunctionCompiler, build_function_compiler
+from shardwright.numerics.function_compiler import (
+    FunctionCompiler,
+    build_function_compiler,
+    compile_function,
+)
+from shardwright.optim import one_pass_adamw
 
 CPU = torch.device("cpu")
 
@@ -116,3 +121,17 @@ def test_the_setting_decides_per_device(
     assert compiler.obstacle == obstacle
     if obstacle is not None:
         assert compiler("doubling", negate_zeros, double, make_sample) is double
+
+
+def test_a_process_may_have_the_graphs_of_several_optimizers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AdamW has graphs for two dtypes of copies, and for one and a few numbers of tensors."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_options: function)
+    limits: list[int] = []
+
+    def record_limit(_values: Tensor) -> None:
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    compile_function(record_limit)(torch.zeros(1))
+    assert limits[0] >= 4 * 2 * (1 + one_pass_adamw._MAX_LENGTHS)
