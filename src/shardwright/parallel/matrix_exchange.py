@@ -59,6 +59,12 @@ def assemble_tensor(local: Tensor | None, boxes: Iterable[ParameterBox], zeros: 
     return zeros
 
 
+def find_widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the widest floating-point dtype of some tensors."""
+    dtypes = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class _MatrixPiece:
     """One rank's piece of one matrix."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwright.data.loader import MicroBatch
+from shardwright.errors import NonFiniteError
 from shardwright.layout import AXES, DATA_AXES
 from shardwright.model import DropoutKey
 from shardwright.numerics import (
@@ -180,6 +181,18 @@ def _replace_zero_by_one(count: Tensor) -> Tensor:
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
+def begin_update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Let a step's update begin in its backward pass, if the optimizer can; call it before the
+    step's passes, and `update_parameters` after them.
+
+    Args:
+        learning_rate: Learning rate of this step, for every parameter group.
+    """
+    if isinstance(optimizer, OffloadedOptimizer) and optimizer.has_backward_update:
+        optimizer.begin_step()
+        set_learning_rate(optimizer, learning_rate)
+
+
 def accumulate_gradients(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
@@ -276,7 +289,8 @@ def update_parameters(
 
     The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
     so on one. All ranks then skip the update. The host reads the norm to decide, which is the
-    only time in a step that it waits for the device; the update itself it only launches.
+    only time in a step that it waits for the device; the update itself it only launches. An update
+    that has begun in the backward pass (`begin_update`) ends here, and cannot be skipped.
 
     Args:
         learning_rate: Learning rate of this step, for every parameter group.
@@ -292,6 +306,7 @@ def update_parameters(
 
     Raises:
         ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
+        NonFiniteError: The norm is not finite, and the update has begun.
     """
     exchange = find_padded_exchange(model.decoder)
     if exchange is not None and exchange.rows_per_rank and rows_beyond_limit is None:
@@ -331,7 +346,10 @@ def update_parameters(
     skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)
-    if not skipped:
+    if isinstance(optimizer, OffloadedOptimizer) and optimizer.is_updating:
+        assert max_grad_norm is None, "gradients are clipped before their update"
+        _end_update(optimizer, gradient_norm)
+    elif not skipped:
         factor = 1.0 / loss_scale
         if max_grad_norm is not None:
             factor *= compute_clip_coefficient(gradient_norm, max_grad_norm)
@@ -342,12 +360,25 @@ def update_parameters(
         optimizer.step()
         if isinstance(optimizer, OffloadedOptimizer) and not overlaps_forward:
             optimizer.wait_for_update()
-        if router_table is not None:
-            update_balance_biases(model.decoder, router_table)
+    if router_table is not None and not skipped:
+        update_balance_biases(model.decoder, router_table)
     _drop_gradients(optimizer)
     if times is not None:
         times.mark("optimizer")
     return StepUpdate(gradient_norm, skipped, tuple(read_values))
+
+
+def _end_update(optimizer: OffloadedOptimizer, gradient_norm: float) -> None:
+    """End an update that has begun in the backward pass."""
+    if not isfinite(gradient_norm):
+        optimizer.abandon_step()
+        raise NonFiniteError(
+            f"the gradient norm is {gradient_norm:g}, and the weights were updated in the backward "
+            "pass (training.max_grad_norm is null, training.max_skipped_steps is 0); lower "
+            "training.learning_rate, or resume from the last checkpoint with "
+            "training.max_skipped_steps above 0"
+        )
+    optimizer.wait_for_update()
 
 
 def _pass_on(model: ParallelModel, optimizer: UpdateByPiece) -> None:
