@@ -110,9 +110,7 @@ class BackwardUpdate(UpdateOverlap):
         if self._update is not None or self._is_incomplete:
             with self._follow_current_stream():
                 self._run_units(self._last_unit)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._forget_step()
+        self._join()
 
     def abandon(self) -> None:
         """End a step whose gradient is not finite: its weights must not be used or saved."""
@@ -125,14 +123,15 @@ class BackwardUpdate(UpdateOverlap):
     def close(self) -> None:
         """Drop the rest of the update."""
         self._update = None
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._forget_step()
+        self._join()
 
     def _wait_for_unit(self, unit: int) -> None:
         """Do nothing: no module waits."""
 
-    def _forget_step(self) -> None:
+    def _join(self) -> None:
+        """Make the current stream wait for what the update has launched, and end the step."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._step = None
         self._complete.clear()
         self._updated.clear()

@@ -105,6 +105,8 @@ class Candidate:
     """Tier of the matrices of blocks between their uses; with adapters the frozen ones."""
     can_offload_trained: bool = True
     """False if a setting outside the candidate needs trained weights on the device."""
+    needs_gradient_norm: bool = True
+    """False if no update of offloaded states waits for the norm of the whole gradient."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
