@@ -97,7 +97,8 @@ def is_updated_in_backward(candidate: Candidate) -> bool:
     reduces_late = layout.pp * layout.tp > 1 or (
         layout.zero_stage == 0 and layout.data_ranks * layout.cp > 1
     )
-    return candidate.overlaps_update and not candidate.needs_gradient_norm and not reduces_late
+    waits = candidate.needs_gradient_norm or reduces_late or layout.expert_dispatch == "padded"
+    return candidate.overlaps_update and not waits
 
 
 def compute_exposed_update_seconds(
