@@ -10,7 +10,6 @@ runs in the reverse of the order in which modules are used, which is the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,16 +23,15 @@ class BackwardUpdate(UpdateOverlap):
     """Update of each bucket when the gradients of its parameters are complete.
 
     A `GradientListener`. Its update begins with the first gradient after `begin_step`, and
-    otherwise, as without it, when the optimizer steps. It ends in `wait`, before the next pass. On
-    CUDA it runs on a stream of its own, because FSDP2 completes gradients on another one than
-    training's; gradients stay until `wait`. On a CPU each is freed when its parameter is updated.
+    otherwise, as without it, when the optimizer steps. It ends in `wait`, before the next pass.
+    Each gradient is freed when its parameter is updated. For CPUs: on CUDA, FSDP2 completes
+    gradients on another stream than training's, and updates would have to be ordered with both.
     """
 
     def __init__(
         self,
         units: Sequence[UpdateUnit],
         working_weights: WorkingWeights | None,
-        device: torch.device,
     ) -> None:
         """
         Args:
@@ -42,16 +40,12 @@ class BackwardUpdate(UpdateOverlap):
         # No module waits for a part of the update: all of it ends before the next pass.
         without_modules = [unit._replace(modules=()) for unit in reversed(units)]
         super().__init__(without_modules, working_weights)
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: Callable[[], object] | None = None
         """Begins the update; None if the step's update does not begin in the backward pass."""
         self._complete: set[str] = set()
         """Parameters whose gradients are complete."""
         self._updated: set[str] = set()
         """Parameters whose last bucket is updated."""
-        self._gradients: list[Tensor] = []
-        """Gradients that the update's stream may still read."""
 
     def sort(self, names: Iterable[str]) -> list[str]:
         """Return parameters, given in the model's order, about in that of their gradients."""
@@ -72,8 +66,7 @@ class BackwardUpdate(UpdateOverlap):
         """Launch an update as far as gradients are complete; without `begin_step` all of it."""
         if self._step is None:
             self.wait()
-        with self._follow_current_stream():
-            self._begin(update)
+        self._begin(update)
         if self._step is None:
             self.wait()
 
@@ -82,12 +75,11 @@ class BackwardUpdate(UpdateOverlap):
         if self._step is None:
             return
         assert name not in self._updated, f"the gradient of {name} has changed after its update"
-        with self._follow_current_stream():
-            if not self._complete:
-                self._step()
-            self._complete.add(name)
-            while self._update is not None and self._complete.issuperset(self._following_names):
-                self._run_to_next_bucket(self._update)
+        if not self._complete:
+            self._step()
+        self._complete.add(name)
+        while self._update is not None and self._complete.issuperset(self._following_names):
+            self._run_to_next_bucket(self._update)
 
     def end_gradients(self) -> None:
         """Nothing is left to do: `wait` updates the other buckets."""
@@ -99,18 +91,14 @@ class BackwardUpdate(UpdateOverlap):
         super().end_bucket(names, complete, gradients)
         if self._step is None:
             return
-        if self._stream is not None:
-            self._gradients += gradients
         self._updated |= complete.keys()
         for parameter in complete.values():
             parameter.grad = None
 
     def wait(self) -> None:
         """Run the rest of the update; parameters without a gradient are not updated."""
-        if self._update is not None or self._is_incomplete:
-            with self._follow_current_stream():
-                self._run_units(self._last_unit)
-        self._join()
+        self._run_units(self._last_unit)
+        self._forget_step()
 
     def abandon(self) -> None:
         """End a step whose gradient is not finite: its weights must not be used or saved."""
@@ -123,23 +111,12 @@ class BackwardUpdate(UpdateOverlap):
     def close(self) -> None:
         """Drop the rest of the update."""
         self._update = None
-        self._join()
+        self._forget_step()
 
     def _wait_for_unit(self, unit: int) -> None:
         """Do nothing: no module waits."""
 
-    def _join(self) -> None:
-        """Make the current stream wait for what the update has launched, and end the step."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def _forget_step(self) -> None:
         self._step = None
         self._complete.clear()
         self._updated.clear()
-        self._gradients.clear()
-
-    def _follow_current_stream(self) -> AbstractContextManager[object]:
-        """Return the context of an update after what has been launched."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)

@@ -91,7 +91,7 @@ def compute_host_update_seconds(
 
 
 def is_updated_in_backward(candidate: Candidate) -> bool:
-    """Return True if the update of offloaded states runs in the last backward pass, as
+    """Return True if the update of offloaded states runs in the last backward pass on a CPU, as
     `update_place.find_backward_obstacle` says."""
     layout = candidate.layout
     reduces_late = layout.pp * layout.tp > 1 or (

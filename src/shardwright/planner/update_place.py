@@ -81,13 +81,18 @@ def find_overlap_obstacle(
 
 
 def find_backward_obstacle(
-    recipe: Recipe, *, reduces_late: bool = False, has_padded_exchange: bool = False
+    recipe: Recipe,
+    *,
+    is_cuda: bool = False,
+    reduces_late: bool = False,
+    has_padded_exchange: bool = False,
 ) -> str | None:
     """Return why the update of offloaded states cannot run in the backward pass; None if it can.
 
     It must be able to overlap with the next forward pass too (`find_overlap_obstacle`).
 
     Args:
+        is_cuda: True if the weights are on a GPU.
         reduces_late: True if gradients are reduced after the backward pass.
         has_padded_exchange: True if a step may have to be repeated.
     """
@@ -99,6 +104,7 @@ def find_backward_obstacle(
         "elastic.rollback continues after a gradient that is not finite": (
             recipe.elastic.rollback is not None
         ),
+        "the device is a GPU": is_cuda,
         "gradients are reduced after the backward pass": reduces_late,
         "a step may be repeated with exact exchanges": has_padded_exchange,
     }

@@ -76,12 +76,13 @@ def _choose_overlap(validated_run: ValidatedRun, model: ParallelModel) -> Update
         return None
     late = find_backward_obstacle(
         recipe,
+        is_cuda=model.device.type == "cuda",
         reduces_late=not model.completes_gradients_early,
         has_padded_exchange=find_padded_exchange(model.decoder) is not None,
     )
     if late is None:
         logger.info("offload: the update runs in the backward pass")
-        return BackwardUpdate(list_update_units(model), model.decoder.working_weights, model.device)
+        return BackwardUpdate(list_update_units(model), model.decoder.working_weights)
     logger.info("offload: the next forward pass begins during the update")
     if recipe.training.max_grad_norm is None:
         logger.info("offload: the update does not run in the backward pass, because %s", late)

@@ -16,20 +16,13 @@ from torch import Tensor
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.layout import Layout
-from shardwright.offload import (
-    BackwardUpdate,
-    OffloadedOptimizer,
-    StreamedUpdate,
-    UpdateOverlap,
-    offload_optimizer,
-)
+from shardwright.offload import OffloadedOptimizer, StreamedUpdate, offload_optimizer
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
-from shardwright.parallel.update_units import list_update_units
 from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
 from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
-from shardwright.training.step import accumulate_gradients, begin_update, update_parameters
+from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
 from tests.unit.training.test_offload_run import build_run, read_checkpoints
@@ -46,8 +39,6 @@ OVERLAPPED = "overlapped"
 """Moments in host memory, and an update that overlaps with the next forward pass."""
 DEFERRED = "deferred"
 """Moments on disk, and an update of which each block runs a part."""
-BACKWARD = {"backward host": "host", "backward disk": "disk"}
-"""Tiers of moments that are updated in the backward pass."""
 
 
 @dataclass
@@ -69,11 +60,8 @@ class Outcome:
     """Largest memory of the last three steps."""
 
 
-def train(
-    folder: Path, rule: str, tier: str, *, kind: str = "fp32", max_grad_norm: float | None = 0.5
-) -> Outcome:
-    """Train a few steps; with a tier, `OVERLAPPED`, `DEFERRED` or `BACKWARD`, the moments are
-    offloaded.
+def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
+    """Train a few steps; with a tier, `OVERLAPPED` or `DEFERRED`, the moments are offloaded.
 
     They change between two steps, as in a rollback to a checkpoint.
     """
@@ -92,15 +80,15 @@ def train(
     if tier != "none":
         tiers: dict[str, Any] = (
             {"optimizer": "disk"}
-            if tier in ("disk", DEFERRED, "backward disk")
+            if tier in ("disk", DEFERRED)
             else {"optimizer": "host", "read_ahead_bytes": AHEAD_BYTES}
         )
         offload = OffloadSection.model_validate(tiers | {"buffer_bytes": 16384})
-        overlap: UpdateOverlap | None = None
-        if tier in (OVERLAPPED, DEFERRED):
-            overlap = overlap_update(model, is_deferred=tier == DEFERRED)
-        elif tier in BACKWARD:
-            overlap = BackwardUpdate(list_update_units(model), model.decoder.working_weights, cuda)
+        overlap = (
+            overlap_update(model, is_deferred=tier == DEFERRED)
+            if tier in (OVERLAPPED, DEFERRED)
+            else None
+        )
         optimizer = offload_optimizer(
             optimizer, offload, model, device=cuda, default_folder=folder, overlap=overlap
         )
@@ -110,7 +98,6 @@ def train(
         if step == NUM_STEPS - 3:
             torch.cuda.reset_peak_memory_stats()
         batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
-        begin_update(optimizer, LEARNING_RATE)
         accumulate_gradients(model, batches, seed=0, step=step)
         if isinstance(optimizer, OffloadedOptimizer):
             before = replace(optimizer.counts)
@@ -120,7 +107,7 @@ def train(
                 model,
                 optimizer,
                 learning_rate=LEARNING_RATE,
-                max_grad_norm=max_grad_norm,
+                max_grad_norm=0.5,
                 overlaps_forward=True,
             )
         outcome.waits.append(sum(log.values()))
@@ -177,47 +164,6 @@ def test_an_overlapped_update_casts_working_weights_and_needs_no_further_memory(
         got = train(tmp_path, "adamw", overlapped, kind="bf16")
         assert find_differences(expected, got) == []
         assert got.peak_bytes <= expected.peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize("tier", BACKWARD)
-def test_an_update_in_the_backward_pass_follows_the_gradients(
-    tmp_path: Path, tier: str, kind: str
-) -> None:
-    expected = train(tmp_path, "adamw", "none", kind=kind, max_grad_norm=None)
-    got = train(tmp_path, "adamw", tier, kind=kind, max_grad_norm=None)
-    assert find_differences(expected, got) == []
-    # The passes have launched nearly all of it.
-    assert max(got.launched_bytes) < got.num_bytes / 2
-
-
-@pytest.mark.parametrize("method", ["_follow_current_stream", "wait", "gradients"])
-def test_an_update_in_the_backward_pass_is_ordered_with_the_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """An update that does not wait for gradients, a pass that does not wait for the update, and
-    gradients that are freed too early."""
-    with monkeypatch.context() as patch:
-        if method == "gradients":
-            end_bucket = UpdateOverlap.end_bucket
-            patch.setattr(BackwardUpdate, "end_bucket", break_end_bucket(end_bucket))
-        elif method == "wait":
-            patch.setattr(BackwardUpdate, "_join", lambda *_: None)
-        else:
-            patch.setattr(BackwardUpdate, method, lambda self: torch.cuda.stream(self._stream))
-        with pytest.raises((RuntimeError, AssertionError), match=r"missing event|record_stream"):
-            train(tmp_path, "adamw", "backward host", max_grad_norm=None)
-    gc.collect()
-    device.list_violations()  # those of the interrupted run, also of freeing what it left
-
-
-def break_end_bucket(end_bucket: Any) -> Any:
-    def free(self: BackwardUpdate, names: Any, complete: Any, gradients: Any) -> None:
-        end_bucket(self, names, complete, gradients)
-        for parameter in complete.values():
-            parameter.grad = None
-
-    return free
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class Run:
         )
         overlaps: dict[str, Callable[[], UpdateOverlap]] = {
             "deferred": lambda: DeferredUpdate(units, None),
-            "backward": lambda: BackwardUpdate(units, None, torch.device("cpu")),
+            "backward": lambda: BackwardUpdate(units, None),
         }
         self.overlap = overlaps[overlap]() if overlap else None
         if tier is not None:

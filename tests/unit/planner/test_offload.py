@@ -121,13 +121,14 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
 
 def test_without_clipping_the_backward_pass_hides_the_update() -> None:
     facts = get_model_facts(read_planning_shape(build_recipe()))
-    predictor = Predictor(facts, parse_cluster("1xH100-80GB"), Efficiency())
-    training = build_recipe().training.model_dump(exclude_unset=True) | {"max_grad_norm": None}
-    offload = {"optimizer": "host"}
+    predictor = Predictor(facts, parse_cluster("1xcpu"), Efficiency())
+    training = build_recipe().training.model_dump(exclude_unset=True)
+    training |= {"sequence_length": 64, "max_grad_norm": None}
+    offload = {"optimizer": "disk", "buffer_bytes": 2**30}
     cases: list[tuple[dict[str, Any], str | None]] = [
         ({"training": training | {"max_skipped_steps": 0}}, None),
         ({"training": training}, "training.max_skipped_steps lets steps be skipped"),
-        ({}, "training.max_grad_norm clips gradients"),
+        ({"training": training | {"max_grad_norm": 1.0}}, "training.max_grad_norm clips gradients"),
     ]
     times = []
     for changed, obstacle in cases:
@@ -135,10 +136,11 @@ def test_without_clipping_the_backward_pass_hides_the_update() -> None:
         assert find_backward_obstacle(recipe) == obstacle
         candidate = build_template(recipe)
         assert candidate.needs_gradient_norm == (obstacle is not None)
-        times.append(predictor.predict(replace(candidate, micro_batch_size=64)).time)
+        times.append(predictor.predict(candidate).time)
     assert times[1].optimizer == times[2].optimizer
     hidden_seconds = times[1].optimizer - times[0].optimizer
-    assert 0.25 < hidden_seconds / times[0].compute < 0.45  # backward less forward pass
+    # The backward pass less the forward pass.
+    assert 0.1 < hidden_seconds / times[0].compute < 0.4
     replicas = replace(
         build_template(build_recipe(offload=offload)),
         layout=Layout(dp_replicate=2),

@@ -293,7 +293,8 @@ def _compute_update_seconds(
     )
     if not candidate.overlaps_update:
         return update_seconds
-    in_backward = is_updated_in_backward(candidate)
+    is_cpu = costs.network.cluster.accelerator.kind == "cpu"
+    in_backward = is_cpu and is_updated_in_backward(candidate)
     hidden_seconds = (backward_seconds if in_backward else forward_seconds) / num_layers
     if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
         hidden_seconds = min(hidden_seconds, compute_ring_bytes(candidate, layer_bytes) / rate)
@@ -301,10 +302,7 @@ def _compute_update_seconds(
         update_seconds,
         first_elements / num_elements,
         hidden_seconds * (num_layers - 1),
-        min(
-            candidate.read_ahead_bytes / rate,
-            forward_seconds if in_backward else backward_seconds,
-        ),
+        min(candidate.read_ahead_bytes / rate, backward_seconds),
     )
     # The update of moments on disk itself runs on training's stream.
     return max(exposed_seconds, seconds) if is_on_disk else exposed_seconds
