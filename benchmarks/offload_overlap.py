@@ -5,7 +5,8 @@
 One process has the same model three times, with its moments in memory, on disk, and on disk with
 updates that end before the next forward pass, and trains them by turns, a few steps each. So all
 meet the same load of other processes. A step on disk is compared with the longer one of the step in
-memory and of its transfers.
+memory and of its transfers. With `--no-clipping` the second model's updates run in the backward
+pass, and the third one's behind the next forward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="29m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256], help="tokens per step")
     parser.add_argument("--buffer-mib", type=int, nargs="+", default=[64])
+    parser.add_argument("--no-clipping", action="store_true", help="updates in the backward pass")
     options = parser.parse_args()
     weights = options.folder / f"weights-{options.model}"
     if not weights.exists():
@@ -48,7 +51,13 @@ def main() -> None:
     for tokens in options.tokens:
         for buffer_mib in options.buffer_mib:
             case = Case("overlap", 0, "bf16", str(weights), 1, 256, tokens // 256)
-            run = measure_turns(case, options.folder, buffer_mib * 2**20, options.turns)
+            run = measure_turns(
+                case,
+                options.folder,
+                buffer_mib * 2**20,
+                options.turns,
+                is_clipped=not options.no_clipping,
+            )
             runs.append({"tokens_per_step": tokens, "buffer_mib": buffer_mib} | run)
             print(json.dumps(runs[-1]["summary"] | {"tokens": tokens, "mib": buffer_mib}))
     conditions = read_conditions() | {"load": os.getloadavg()}
@@ -57,14 +66,15 @@ def main() -> None:
         options.out.write_text(format_rows(result) + "\n")
 
 
-def measure_turns(case: Case, folder: Path, buffer_bytes: int, num_turns: int) -> dict[str, Any]:
+def measure_turns(
+    case: Case, folder: Path, buffer_bytes: int, num_turns: int, *, is_clipped: bool
+) -> dict[str, Any]:
     """Train the models by turns; return the median step of each turn, and the ratios."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        resident, describe_resident = start_shardwright(case, Path(scratch), "")
-        offloaded, describe = start_shardwright(case, Path(scratch), "disk", buffer_bytes)
-        waiting, close_waiting = start_shardwright(
-            case, Path(scratch), "disk", buffer_bytes, overlaps_forward=False
-        )
+        start = partial(start_shardwright, case, Path(scratch), is_clipped=is_clipped)
+        resident, describe_resident = start("")
+        offloaded, describe = start("disk", buffer_bytes, can_skip=is_clipped)
+        waiting, close_waiting = start("disk", buffer_bytes, overlaps_forward=not is_clipped)
         turns: list[dict[str, float]] = []
         for turn in range(num_turns + 1):
             steps = range(turn * _NUM_STEPS, (turn + 1) * _NUM_STEPS)
@@ -92,7 +102,7 @@ def measure_turns(case: Case, folder: Path, buffer_bytes: int, num_turns: int) -
         "written_bytes": moved_bytes,
         "state_bytes": 8 * description["num_parameters"],
     }
-    return {"turns": turns, "summary": summary}
+    return {"is_clipped": is_clipped, "turns": turns, "summary": summary}
 
 
 def _time_steps(name: str, run_step: Callable[[int], float], steps: range) -> dict[str, float]:
