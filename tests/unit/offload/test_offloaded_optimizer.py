@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -314,15 +314,35 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
     run.close()
 
 
+def partition_pages(bucket_pages: int, *parameter_pages: int) -> StatePartition:
+    parameters = []
+    for index, num_pages in enumerate(parameter_pages):
+        spec = StateSpec((num_pages * PAGE_BYTES // 4,), torch.float32)
+        parameters.append(OffloadedParameter(str(index), spec.shape[0], 1, {"sum": spec}))
+    return partition_state(parameters, bucket_pages * PAGE_BYTES)
+
+
+def assert_ends(stream: BucketStream, update: Callable[[], None]) -> None:
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    has_ended = not thread.is_alive()
+    stream.close()  # so that its threads end
+    assert has_ended
+
+
+def open_buckets(stream: BucketStream, order: Sequence[int]) -> None:
+    for index in order:
+        with stream.open_bucket(index):
+            pass
+    stream.end()
+
+
 def test_an_update_ends_if_buckets_of_many_sizes_do_not_fit_next_to_each_other(
     tmp_path: Path,
 ) -> None:
     """The first update reads buckets that stay, while others wait for memory behind them."""
-    parameters = []
-    for index, num_pages in enumerate((3, 3, 4, 3, 3, 3, 2, 1, 1, 3, 2, 4, 2, 2, 2)):
-        spec = StateSpec((num_pages * PAGE_BYTES // 4,), torch.float32)
-        parameters.append(OffloadedParameter(str(index), spec.shape[0], 1, {"sum": spec}))
-    partition = partition_state(parameters, 4 * PAGE_BYTES)
+    partition = partition_pages(4, 3, 3, 4, 3, 3, 3, 2, 1, 1, 3, 2, 4, 2, 2, 2)
     resident_bytes = partition.select_resident_buckets(8 * PAGE_BYTES)
     capacity_bytes = partition.compute_staging_bytes(8 * PAGE_BYTES) - sum(resident_bytes.values())
     store = DiskStore(
@@ -331,17 +351,46 @@ def test_an_update_ends_if_buckets_of_many_sizes_do_not_fit_next_to_each_other(
     stream = BucketStream(partition, store, None)
 
     def update() -> None:
-        stream.begin(range(len(partition.buckets)))
-        for index in range(len(partition.buckets)):
-            with stream.open_bucket(index):
-                pass
-        stream.end()
+        order = range(len(partition.buckets))
+        stream.begin(order)
+        open_buckets(stream, order)
 
-    thread = threading.Thread(target=update, daemon=True)
-    thread.start()
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-    stream.close()
+    assert_ends(stream, update)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 4)])
+def test_an_update_ends_if_its_first_bucket_had_no_gradient_before(
+    tmp_path: Path, order: Sequence[int]
+) -> None:
+    """The first one stays in memory of its own. Of ten pages that two others of five could fill, a
+    slow write takes four, so the second waits until the first of them is updated."""
+    partition = partition_pages(5, 1, 5, 5, 4, 5)
+    is_read = threading.Event()
+
+    class SlowDisk(Disk):
+        def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+            if position == sum(partition.segment_bytes[:3]):
+                is_read.wait(timeout=10)
+            super().write_at(descriptor, data, position)
+
+    store = DiskStore(
+        tmp_path,
+        partition.segment_bytes,
+        10 * PAGE_BYTES,
+        resident_bytes={0: PAGE_BYTES},
+        disk=SlowDisk(),
+    )
+    stream = BucketStream(partition, store, None)
+
+    def update_twice() -> None:
+        stream.begin((1, 2, 3))
+        open_buckets(stream, (1, 2, 3))
+        stream.begin(order)
+        stream.swaps[0].parts.result()
+        is_read.set()
+        open_buckets(stream, order)
+
+    assert_ends(stream, update_twice)
 
 
 def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:
