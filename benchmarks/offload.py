@@ -147,11 +147,16 @@ def start_shardwright(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     *,
     overlaps_forward: bool = True,
+    is_clipped: bool = True,
+    can_skip: bool = True,
 ) -> tuple[Any, Any]:
     """Build a model and its optimizer, with states in a tier if one is named.
 
     Args:
         overlaps_forward: True if the next forward pass may begin during the update, as in training.
+        is_clipped: False for no clipping.
+        can_skip: False if a gradient that is not finite ends the run, so that without clipping the
+            update of moments on disk runs in the backward pass.
 
     Returns:
         Function that trains step N and returns its loss; function that describes the steps.
@@ -164,9 +169,14 @@ def start_shardwright(
     from shardwright.data.loader import MicroBatch
     from shardwright.offload import OffloadedOptimizer
     from shardwright.training.setup import build_state
-    from shardwright.training.step import accumulate_gradients, update_parameters
+    from shardwright.training.step import accumulate_gradients, begin_update, update_parameters
 
     recipe = build_recipe(case)
+    changes: dict[str, int | None] = {} if is_clipped else {"max_grad_norm": None}
+    if not can_skip:
+        changes["max_skipped_steps"] = 0
+    training = recipe.training.model_copy(update=changes)
+    recipe = recipe.model_copy(update={"training": training})
     if tier:
         section = OffloadSection.model_validate(
             {"optimizer": tier, "buffer_bytes": buffer_bytes}
@@ -188,13 +198,14 @@ def start_shardwright(
             torch.tensor([step]),
             case.micro_batch_size * (case.sequence_length - 1),
         )
+        begin_update(state.optimizer, case.optimisation.learning_rate)
         loss = accumulate_gradients(state.model, [batch], seed=0, step=step)
         start_seconds = time.perf_counter()
         update_parameters(
             state.model,
             state.optimizer,
             learning_rate=case.optimisation.learning_rate,
-            max_grad_norm=case.optimisation.max_grad_norm,
+            max_grad_norm=training.max_grad_norm,
             overlaps_forward=overlaps_forward,
         )
         update_seconds.append(time.perf_counter() - start_seconds)

@@ -33,6 +33,7 @@ _NUM_BUFFERS = 16
 _NUM_BYTES = _NUM_BUFFERS * _BUFFER_BYTES
 _BLOCK_BYTES = 3 * _BUFFER_BYTES
 """About the weights of a block of Qwen2.5-1.5B in fp32."""
+_KINDS = ("moments", "weights_read", "frozen_read", "weights_write")
 _DEPTHS = (1, 4)
 """Requests that fio has in flight."""
 
@@ -45,8 +46,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder on the disk to use")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="transfers")
     options = parser.parse_args()
-    rounds = [measure_round(options.folder, number) for number in range(options.rounds)]
+    rounds = [
+        measure_round(options.folder, number, options.kinds) for number in range(options.rounds)
+    ]
     result = {
         "conditions": read_conditions() | {"load": os.getloadavg()},
         "num_bytes": _NUM_BYTES,
@@ -62,8 +66,8 @@ def main() -> None:
         options.out.write_text(format_rows(result) + "\n")
 
 
-def measure_round(folder: Path, number: int) -> dict[str, float]:
-    """Measure bytes per second of each kind of transfer by the stores, and of the CPU's update."""
+def measure_round(folder: Path, number: int, names: Sequence[str] = _KINDS) -> dict[str, float]:
+    """Measure bytes per second of kinds of transfers by the stores, and of the CPU's update."""
     kinds: dict[str, tuple[tuple[str, ...], Callable[[], float]]] = {
         "moments": (("read", "write"), lambda: swap_moments(folder)),
         "weights_read": (("read",), lambda: move_blocks(folder)[0]),
@@ -71,7 +75,8 @@ def measure_round(folder: Path, number: int) -> dict[str, float]:
         "weights_write": (("write",), lambda: move_blocks(folder)[1]),
     }
     rates: dict[str, float] = {}
-    for name, (directions, measure) in kinds.items():
+    for name in names:
+        directions, measure = kinds[name]
         rates |= _compare_with_fio(folder, name, directions, measure, is_reversed=number % 2 == 1)
     update, addition = measure_update()
     return rates | {"update": update, "addition": addition, "update_share": update / addition}

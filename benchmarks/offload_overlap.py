@@ -5,7 +5,11 @@
 One process has the same model three times, with its moments in memory, on disk, and on disk with
 updates that end before the next forward pass, and trains them by turns, a few steps each. So all
 meet the same load of other processes. A step on disk is compared with the longer one of the step in
-memory and of its transfers.
+memory and of its transfers. With `--no-clipping` the second model's updates run in the backward
+pass, and the third one's behind the next forward pass.
+
+Steps are computed in bf16, or in fp32 on a processor that emulates bf16. There a step of 256 tokens
+would take 20 seconds, and the default run half an hour. Each turn is reported when it ends.
 """
 
 from __future__ import annotations
@@ -14,17 +18,25 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from benchmarks.case import Case
+import torch
+
+from benchmarks.case import Case, Precision
 from benchmarks.conditions import format_rows, read_conditions
 from benchmarks.offload import MODELS, start_shardwright, write_weights
+from shardwright.numerics.bf16 import choose_precision
 
+_NUM_TOKENS: dict[str, int] = {"bf16": 256, "fp32": 64}
+"""Tokens of a step that takes one thread about half a second."""
+_MAX_SEQUENCE_LENGTH = 256
 _NUM_STEPS = 5
 """Steps of a turn. The first one is not counted: it meets the end of another model's turn."""
 
@@ -38,39 +50,52 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--model", choices=MODELS, default="29m")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256], help="tokens per step")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens per step")
+    parser.add_argument("--precision", choices=get_args(Precision), help="default: the faster one")
     parser.add_argument("--buffer-mib", type=int, nargs="+", default=[64])
+    parser.add_argument("--no-clipping", action="store_true", help="updates in the backward pass")
     options = parser.parse_args()
     weights = options.folder / f"weights-{options.model}"
     if not weights.exists():
         write_weights(weights, options.model)
+    precision = options.precision or choose_precision(torch.device("cpu")).kind
     runs = []
-    for tokens in options.tokens:
+    for tokens in options.tokens or [_NUM_TOKENS[precision]]:
         for buffer_mib in options.buffer_mib:
-            case = Case("overlap", 0, "bf16", str(weights), 1, 256, tokens // 256)
-            run = measure_turns(case, options.folder, buffer_mib * 2**20, options.turns)
+            length = min(tokens, _MAX_SEQUENCE_LENGTH)
+            case = Case("overlap", 0, precision, str(weights), 1, length, tokens // length)
+            run = measure_turns(
+                case,
+                options.folder,
+                buffer_mib * 2**20,
+                options.turns,
+                is_clipped=not options.no_clipping,
+            )
             runs.append({"tokens_per_step": tokens, "buffer_mib": buffer_mib} | run)
             print(json.dumps(runs[-1]["summary"] | {"tokens": tokens, "mib": buffer_mib}))
     conditions = read_conditions() | {"load": os.getloadavg()}
     if options.out is not None:
-        result = {"conditions": conditions, "config": MODELS[options.model], "runs": runs}
+        result = {"conditions": conditions, "config": MODELS[options.model]}
+        result |= {"precision": precision, "runs": runs}
         options.out.write_text(format_rows(result) + "\n")
 
 
-def measure_turns(case: Case, folder: Path, buffer_bytes: int, num_turns: int) -> dict[str, Any]:
+def measure_turns(
+    case: Case, folder: Path, buffer_bytes: int, num_turns: int, *, is_clipped: bool
+) -> dict[str, Any]:
     """Train the models by turns; return the median step of each turn, and the ratios."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        resident, describe_resident = start_shardwright(case, Path(scratch), "")
-        offloaded, describe = start_shardwright(case, Path(scratch), "disk", buffer_bytes)
-        waiting, close_waiting = start_shardwright(
-            case, Path(scratch), "disk", buffer_bytes, overlaps_forward=False
-        )
+        start = partial(start_shardwright, case, Path(scratch), is_clipped=is_clipped)
+        resident, describe_resident = start("")
+        offloaded, describe = start("disk", buffer_bytes, can_skip=is_clipped)
+        waiting, close_waiting = start("disk", buffer_bytes, overlaps_forward=not is_clipped)
         turns: list[dict[str, float]] = []
         for turn in range(num_turns + 1):
             steps = range(turn * _NUM_STEPS, (turn + 1) * _NUM_STEPS)
             turns.append(_time_steps("resident", resident, steps))
             turns[-1] |= _time_steps("offloaded", offloaded, steps)
             turns[-1] |= _time_steps("waiting", waiting, steps)
+            print(f"turn {turn} of {num_turns}:", _list_seconds(turns[-1]), file=sys.stderr)
         del turns[0]
         description = describe()
         close_waiting()
@@ -92,7 +117,12 @@ def measure_turns(case: Case, folder: Path, buffer_bytes: int, num_turns: int) -
         "written_bytes": moved_bytes,
         "state_bytes": 8 * description["num_parameters"],
     }
-    return {"turns": turns, "summary": summary}
+    return {"is_clipped": is_clipped, "turns": turns, "summary": summary}
+
+
+def _list_seconds(figures: dict[str, float]) -> str:
+    names = ("resident", "offloaded", "waiting")
+    return ", ".join(f"{name} {figures[f'{name}_seconds']:.3f} s" for name in names)
 
 
 def _time_steps(name: str, run_step: Callable[[int], float], steps: range) -> dict[str, float]:

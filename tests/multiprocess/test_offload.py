@@ -21,7 +21,7 @@ from shardwright.optim import collect_optimizer_moments, collect_optimizer_value
 from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
-from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.training.step import accumulate_gradients, begin_update, update_parameters
 from tests import forked
 from tests.multiprocess.limited_update import MOMENT_BYTES
 from tests.multiprocess.pool import RankPool
@@ -92,7 +92,10 @@ def build_recipe(folder: Path, sections: dict[str, Any]) -> Recipe:
 
 
 def train_steps(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], Any, int]:
-    """Return this rank's weights and moments, the optimizer's values, and its buckets."""
+    """Return this rank's weights, moments and norms, the optimizer's values, and its buckets.
+
+    Asserts that moments are written in backward passes if nothing needs the norm.
+    """
     validated_run = validate_run(recipe, world_size)
     state = build_state(validated_run, torch.device("cpu"))
     model = state.model
@@ -101,22 +104,29 @@ def train_steps(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], Any
     order = SampleOrder(recipe.seed, len(validated_run.data.train))
     rank = torch.distributed.get_rank() if world_size > 1 else 0
     data_rank = RankGrid(plan.layout).data_rank(rank)
+    norms = []
     for step in range(NUM_STEPS):
         batches = read_step_micro_batches(
             validated_run.data.train, order, plan.batch, step, data_rank
         )
+        begin_update(optimizer, RATE * (1 + step))
         accumulate_gradients(model, batches, seed=0, step=step)
-        update_parameters(
+        if isinstance(optimizer, OffloadedOptimizer):
+            written_bytes = optimizer.pop_counts().written_bytes
+            assert recipe.training.max_grad_norm is not None or written_bytes > 0
+        update = update_parameters(
             model,
             optimizer,
             learning_rate=RATE * (1 + step),
-            max_grad_norm=1.0,
+            max_grad_norm=recipe.training.max_grad_norm,
             overlaps_forward=True,
         )
+        norms.append(update.gradient_norm)
     named = dict(model.named_parameters())
     moments = collect_optimizer_moments(optimizer, named.items())
     tensors = named | {key: moment.tensor for key, moment in moments.items()}
     copies = {key: get_local_tensor(tensor.detach()).clone() for key, tensor in tensors.items()}
+    copies["norms"] = torch.tensor(norms, dtype=torch.float64)
     values = collect_optimizer_values(optimizer)
     num_buckets = 0
     if isinstance(optimizer, OffloadedOptimizer):
@@ -130,7 +140,8 @@ def find_differences(recipe: Recipe, world_size: int) -> list[str]:
     differences = []
     expected, expected_values, _ = train_steps(recipe, world_size)
     buffer_bytes = 16384 if recipe.adapters is None else 4096
-    for tier in ("host", "disk"):
+    tiers = ("host", "disk") if recipe.training.max_grad_norm is not None else ("disk",)
+    for tier in tiers:
         offload = {"offload": {"optimizer": tier, "buffer_bytes": buffer_bytes}}
         offloaded = Recipe.model_validate(recipe.model_dump(mode="json") | offload)
         got, values, num_buckets = train_steps(offloaded, world_size)
@@ -161,6 +172,25 @@ def test_five_steps_have_the_bits_of_resident_states(
     world_size = 4 if "pp2" in name else 2
     validate_run(recipe, world_size)  # tokenises once
     assert ranks.run(world_size, find_differences, recipe, world_size) == [[]] * world_size
+
+
+BACKWARD = {
+    "zero1": {"precision": "bf16", "optimizer": RULES["adamw_8bit"]},
+    "zero2": {"recompute": "full", "optimizer": RULES["sgd"]},
+    "zero3": {"layout": {"dp_shard": 2, "zero_stage": 3, "wrap_blocks": 2}},
+    "ep2": {},
+    "adapters": {},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_updates_in_the_backward_pass_have_the_bits_of_resident_states(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    training = TRAINING | {"max_grad_norm": None, "max_skipped_steps": 0}
+    recipe = build_recipe(tmp_path, LAYOUTS[name] | {"training": training} | BACKWARD[name])
+    validate_run(recipe, 2)  # tokenises once
+    assert ranks.run(2, find_differences, recipe, 2) == [[]] * 2
 
 
 def compute_gradients(recipe: Recipe, world_size: int) -> tuple[dict[str, Tensor], int]:

@@ -2,6 +2,10 @@
 
 While one bucket is updated, the next ones are swapped in and the last ones swapped out. Some
 stay in staging memory from step to step, and are written only when the store is read.
+
+[Note: order of reads] A store reads one bucket after another, and a read may wait for memory that
+only the update of an earlier bucket frees. So buckets are requested in the order of their use.
+Otherwise the update could wait for a bucket whose read is behind one that waits for the update.
 """
 
 from __future__ import annotations
@@ -38,15 +42,14 @@ class BucketStream:
         self._order: Sequence[int] = ()
         """Buckets of the update."""
         self._following: deque[int] = deque()
-        """Those that have not been swapped in and do not stay."""
+        """Those that have no open swap, in the order of their use."""
         self._unfilled: deque[int] = deque()
         """Those that have not been copied to the device."""
 
     def begin(self, order: Sequence[int]) -> None:
         """Begin an update of these buckets, one after another."""
-        ahead = len(self.swaps)
-        moving = self._list_moving(order)
-        if [swap.index for swap in self.swaps] != moving[:ahead] or (
+        following = [index for index in order if index not in self._resident_swaps]
+        if [swap.index for swap in self.swaps] != following[: len(self.swaps)] or (
             self._device_buffers is not None
             and self._device_buffers.filled != list(order[: len(self._device_buffers.filled)])
         ):
@@ -97,31 +100,29 @@ class BucketStream:
         self._resident_swaps.clear()
         self._store.close()
 
-    def _list_moving(self, order: Sequence[int]) -> list[int]:
-        return [index for index in order if index not in self._store.resident_buckets]
-
     def _request_all(self) -> None:
         """Request the buckets of an update that are not on their way."""
-        self._following = deque(self._list_moving(self._order)[len(self.swaps) :])
+        is_open = {swap.index for swap in self.swaps} | self._resident_swaps.keys()
+        self._following = deque(index for index in self._order if index not in is_open)
         self._request()
-        # Before further requests, which wait for memory that the buckets in between may free.
-        for index in self._order:
-            if index in self._store.resident_buckets and index not in self._resident_swaps:
-                bucket = self._buckets[index]
-                self._resident_swaps[index] = self._store.swap_in(index, bucket)
         if self._device_buffers is not None:
             self._unfilled = deque(self._order[len(self._device_buffers.filled) :])
             self._fill()
 
     def _request(self) -> None:
-        """Start to swap in the following buckets that fit next to the open ones."""
+        """Start to swap in the following buckets, up to the first that does not fit."""
         free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self.swaps)
         while self._following:
-            bucket = self._buckets[self._following[0]]
-            free_bytes -= bucket.num_bytes
-            if free_bytes < 0:
-                return
-            self.swaps.append(self._store.swap_in(self._following.popleft(), bucket))
+            index = self._following[0]
+            bucket = self._buckets[index]
+            if index in self._store.resident_buckets:
+                self._resident_swaps[index] = self._store.swap_in(index, bucket)
+            else:
+                free_bytes -= bucket.num_bytes
+                if free_bytes < 0:
+                    return
+                self.swaps.append(self._store.swap_in(index, bucket))
+            self._following.popleft()
 
     def _fill(self) -> None:
         """Copy the following buckets that have arrived to free buffers of the device."""

@@ -9,11 +9,14 @@ stay where they are (docs/decisions/0078-offloaded-optimizer.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwright.errors import NonFiniteError
+from shardwright.offload.backward_update import BackwardUpdate
 from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.offload.host_update import HostUpdate
@@ -73,8 +76,9 @@ class OffloadedOptimizer(ShardedOptimizer):
             device: Device of parameters and gradients.
             has_host_update: True to update on the host what is on a CUDA device.
             parameters: Brings parameters and gradients that are elsewhere.
-            overlap: Lets each module wait for the update of its own weights. Otherwise, and after
-                `wait_for_update`, the device waits for the whole update.
+            overlap: Lets each module wait for the update of its own weights, or updates in the
+                backward pass. Otherwise, and after `wait_for_update`, the device waits for the
+                whole update.
             device_buffer_bytes: Device memory for buckets; it has three, whatever they take.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -91,9 +95,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
         if overlap is not None:
-            self._members = {
-                name: self._members[name] for name in sorted(self._members, key=overlap.get_unit)
-            }
+            self._members = {name: self._members[name] for name in overlap.sort(self._members)}
         self._partition = partition_state(
             [self._describe(name) for name in self._members],
             bucket_bytes if optimizer.is_divisible else 1 << 62,
@@ -220,6 +222,42 @@ class OffloadedOptimizer(ShardedOptimizer):
         for _ in update:
             pass
 
+    @property
+    def has_backward_update(self) -> bool:
+        """True if updates can begin in the backward pass (`begin_step`)."""
+        return isinstance(self._overlap, BackwardUpdate)
+
+    @property
+    def is_updating(self) -> bool:
+        """True between `begin_step` and the end of the step's update."""
+        return isinstance(self._overlap, BackwardUpdate) and self._overlap.is_active
+
+    def begin_step(self) -> None:
+        """Update parameters in the backward pass that follows, by their unchanged gradients.
+
+        The caller does not call `step`, but `end_step` after the pass. Learning rates must not
+        change until then.
+        """
+        assert isinstance(self._overlap, BackwardUpdate)
+        self._overlap.begin_step(self.step)
+
+    def end_step(self, gradient_norm: float) -> None:
+        """End an update that has begun in the backward pass.
+
+        Raises:
+            NonFiniteError: the norm is not finite. Later uses of weights or state are errors.
+        """
+        assert isinstance(self._overlap, BackwardUpdate)
+        if not isfinite(gradient_norm):
+            self._overlap.abandon()
+            raise NonFiniteError(
+                f"the gradient norm is {gradient_norm:g}, and the weights were updated in the "
+                "backward pass (training.max_grad_norm is null, training.max_skipped_steps is 0); "
+                "lower training.learning_rate, or resume from the last checkpoint with "
+                "training.max_skipped_steps above 0"
+            )
+        self._overlap.wait()
+
     def wait_for_update(self) -> None:
         """Make the device wait for the update before what follows on the current stream.
 
@@ -229,14 +267,19 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._overlap.wait()
 
     @torch.no_grad()
-    def _update(self) -> Iterator[str]:
-        """Update bucket by bucket; return the name of each one's first parameter before it.
+    def _update(self) -> Iterator[Sequence[str]]:
+        """Update bucket by bucket; return the names of each one's parameters before it.
 
-        With an overlap the caller may drop gradients and change groups before the first bucket.
+        With an overlap behind the next pass the caller may drop gradients and change groups before
+        the first bucket. In a backward pass gradients follow, of any parameter that is trained.
         """
         self._copy_step_counts()
-        updated = {name for name in self._members if self._is_updated(name)}
-        inputs = None if self._overlap is None else self._collect_inputs(updated)
+        inputs: dict[str, _UpdateInputs] | None = None
+        if self.is_updating:
+            updated = {name for name, (tensor, _) in self._members.items() if tensor.requires_grad}
+        else:
+            updated = {name for name in self._members if self._is_updated(name)}
+            inputs = None if self._overlap is None else self._collect_inputs(updated)
         order = [
             index
             for index, bucket in enumerate(self._partition.buckets)
@@ -256,8 +299,12 @@ class OffloadedOptimizer(ShardedOptimizer):
         unit: int | None = None
         for index in order:
             pieces = self._partition.buckets[index].pieces
-            planned = [piece for piece in pieces if piece.name in updated]
-            yield pieces[0].name
+            yield [piece.name for piece in pieces if piece.name in updated]
+            planned = [
+                piece
+                for piece in pieces
+                if piece.name in updated and (inputs is not None or self._is_updated(piece.name))
+            ]
             if self._parameters is not None:
                 names = [piece.name for piece in planned]
                 following = self._parameters.find_unit(names)
@@ -268,8 +315,8 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self._parameters.bring_for_update(names)
             with self._stream.open_bucket(index) as parts:
                 self._update_pieces([self._build_piece(piece, parts, inputs) for piece in planned])
-            if inputs is not None:
-                self._end_bucket(pieces, inputs)
+            if self._overlap is not None:
+                self._end_bucket(self._overlap, planned, inputs)
         self._stream.end()
         self.optimizer.finish_update()
         if self._host_update is not None:
@@ -286,15 +333,22 @@ class OffloadedOptimizer(ShardedOptimizer):
             inputs[name] = _UpdateInputs(parameter.grad, groups[id(group)])
         return inputs
 
-    def _end_bucket(self, pieces: Sequence[BucketPiece], inputs: dict[str, _UpdateInputs]) -> None:
+    def _end_bucket(
+        self,
+        overlap: UpdateOverlap,
+        pieces: Sequence[BucketPiece],
+        inputs: dict[str, _UpdateInputs] | None,
+    ) -> None:
         """Tell the overlap which parameters of a bucket are complete; it keeps their gradients."""
         names = [piece.name for piece in pieces]
-        gradients = [inputs[name].gradient for name in names if name in inputs]
-        complete = [piece.name for piece in pieces if piece.is_last and piece.name in inputs]
-        for name in complete:
-            del inputs[name]
-        assert self._overlap is not None
-        self._overlap.end_bucket(names, [self._members[name][0] for name in complete], gradients)
+        complete = {piece.name: self._members[piece.name][0] for piece in pieces if piece.is_last}
+        if inputs is None:
+            gradients = [self._members[name][0].grad for name in names]
+        else:
+            gradients = [inputs[name].gradient for name in names]
+            for name in complete:
+                del inputs[name]
+        overlap.end_bucket(names, complete, [item for item in gradients if item is not None])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those on the host and on disk too."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.config.offload import OffloadSection
+from shardwright.offload.backward_update import BackwardUpdate
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.parameter_offload import ParameterOffload
@@ -22,7 +23,7 @@ from shardwright.units import format_bytes
 class OffloadableModel(ShardedModel, Protocol):
     """Sharded parameters whose gradients are reported; `parallel.ParallelModel` is one."""
 
-    def watch_gradients(self, listener: GradientListener) -> None:
+    def watch_gradients(self, listener: GradientListener, *, may_free: bool = False) -> None:
         """Report each trained parameter's gradient of a step once it is complete."""
         ...
 
@@ -43,7 +44,8 @@ def offload_optimizer(
         section: Its `update_on` is `device` or `host`; `auto` is the device.
         default_folder: Folder of the scratch file if the section names none.
         parameters: Brings parameters and gradients that are elsewhere.
-        overlap: Lets the next forward pass begin during the update.
+        overlap: Lets the next forward pass begin during the update, or updates in the backward
+            pass.
 
     Raises:
         OffloadFailed: the disk has not enough space, or cannot be written.
@@ -84,6 +86,8 @@ def offload_optimizer(
     )
     if offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)
+    elif isinstance(overlap, BackwardUpdate):
+        model.watch_gradients(overlap, may_free=True)
     return offloaded
 
 

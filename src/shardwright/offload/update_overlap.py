@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from shardwright.errors import OffloadFailed
 from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.optim.sharded_optimizer import UpdateUnit
 
-LaunchedUpdate = Iterator[str]
-"""Update bucket by bucket: before each it returns the name of its first parameter."""
+LaunchedUpdate = Iterator[Sequence[str]]
+"""Update bucket by bucket: before each it returns the names of its parameters, by unit."""
 
 
 class UpdateOverlap(ABC):
@@ -41,8 +41,8 @@ class UpdateOverlap(ABC):
         self._last_unit = len(units) - 1
         self._update: LaunchedUpdate | None = None
         """The rest of the last update; None if it has ended."""
-        self._following_unit = 0
-        """First unit of the next bucket."""
+        self._following_names: Sequence[str] = ()
+        """Parameters of the next bucket."""
         self._is_incomplete = False
         """True if the update has failed."""
         for index, unit in enumerate(units):
@@ -50,31 +50,31 @@ class UpdateOverlap(ABC):
                 self._install_wait(module, index)
 
     def get_unit(self, name: str) -> int:
-        """Return the unit of a parameter. The update has to follow their order."""
+        """Return the unit of a parameter."""
         return self._units[name]
+
+    def sort(self, names: Iterable[str]) -> list[str]:
+        """Return parameters, given in the model's order, in that of the update."""
+        return sorted(names, key=self.get_unit)
 
     def launch(self, update: LaunchedUpdate) -> None:
         """Launch an update after the gradients; at least, run it to its first bucket."""
         self.wait()
-        if self._working_weights is not None:
-            # The forward pass casts no weight before its update.
-            self._working_weights.mark_current()
-        self._update = update
-        self._run_to_next_bucket(update)
+        self._begin(update)
 
     def end_bucket(
-        self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, names: Sequence[str], complete: Mapping[str, Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Cast the working weights of a bucket whose update has been launched.
 
         Args:
             names: its parameters, in the order of their units.
-            complete: those that no later bucket updates.
-            gradients: their gradients.
+            complete: those that no later bucket updates, by name.
+            gradients: gradients of all.
         """
         if self._working_weights is not None:
-            self._working_weights.mark_changed(complete)
-            self._working_weights.update(complete)
+            self._working_weights.mark_changed(complete.values())
+            self._working_weights.update(complete.values())
 
     @abstractmethod
     def wait(self) -> None:
@@ -92,6 +92,19 @@ class UpdateOverlap(ABC):
     def _wait_for_unit(self, unit: int) -> None:
         """Make the current stream wait for the update of all units up to one."""
 
+    @property
+    def _following_unit(self) -> int:
+        """First unit of the next bucket."""
+        return self._units[self._following_names[0]]
+
+    def _begin(self, update: LaunchedUpdate) -> None:
+        """Run an update to its first bucket."""
+        if self._working_weights is not None:
+            # The forward pass casts no weight before its update.
+            self._working_weights.mark_current()
+        self._update = update
+        self._run_to_next_bucket(update)
+
     def _run_units(self, last: int) -> None:
         """Run the update of all units up to one.
 
@@ -105,12 +118,12 @@ class UpdateOverlap(ABC):
 
     def _run_to_next_bucket(self, update: LaunchedUpdate) -> None:
         self._is_incomplete = True
-        name = next(update, None)
+        names = next(update, None)
         self._is_incomplete = False
-        if name is None:
+        if names is None:
             self._update = None
         else:
-            self._following_unit = self._units[name]
+            self._following_names = names
 
     def _install_wait(self, module: nn.Module, unit: int) -> None:
         def wait(_module: nn.Module, _arguments: Any) -> None:
@@ -157,10 +170,11 @@ class StreamedUpdate(UpdateOverlap):
         with torch.cuda.stream(self._stream):
             super().launch(update)
             self._is_pending = True
-            self._run_units(self._following_unit)
+            if self._update is not None:
+                self._run_units(self._following_unit)
 
     def end_bucket(
-        self, names: Sequence[str], complete: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, names: Sequence[str], complete: Mapping[str, Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Note the event of a bucket, and keep its gradients."""
         super().end_bucket(names, complete, gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,13 +46,24 @@ class GradientWatch:
     A gradient that changes after its report is reported again at the end.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], listener: GradientListener) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        listener: GradientListener,
+        before_report: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            before_report: called with a parameter's name before the listener, which may free the
+                gradient.
+        """
         self.is_last_backward = False
         """True while gradients become complete: in the backward pass of the last micro-batch."""
         self._parameters = {
             name: parameter for name, parameter in parameters.items() if parameter.requires_grad
         }
         self._listener = listener
+        self._before_report = before_report
         self._versions: dict[str, tuple[int, int]] = {}
         """Identity and version of each gradient that was reported."""
         self._complete: list[str] = []
@@ -87,6 +98,8 @@ class GradientWatch:
         gradient = self._parameters[name].grad
         assert gradient is not None
         self._versions[name] = _identify(gradient)
+        if self._before_report is not None:
+            self._before_report([name])
         self._listener.take_gradient(name)
 
     def end(self) -> None:

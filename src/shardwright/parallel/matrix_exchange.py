@@ -59,6 +59,14 @@ def assemble_tensor(local: Tensor | None, boxes: Iterable[ParameterBox], zeros: 
     return zeros
 
 
+def choose_assembly_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Choose the dtype in which tensors are assembled: fp32, or fp64 if one has it.
+
+    Packed bytes and bf16 are assembled as wider numbers, of the same dtype on all ranks.
+    """
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
 @dataclass(frozen=True)
 class _MatrixPiece:
     """One rank's piece of one matrix."""

@@ -42,6 +42,7 @@ from shardwright.parallel.gradient_watch import (
 from shardwright.parallel.matrix_exchange import (
     DistributedMatrixExchange,
     assemble_tensor,
+    choose_assembly_dtype,
     list_exchanged_matrices,
 )
 from shardwright.parallel.mesh import Mesh, sum_over
@@ -101,8 +102,8 @@ class ParallelModel:
         trained = [item for item in pending_reductions if item.name in trainable]
         self._offloaded_reductions = [item for item in trained if item.name in offloaded_names]
         self._pending_reductions = [item for item in trained if item.name not in offloaded_names]
-        self._offloaded_squares: dict[str, list[GradientSquares]] = {}
-        """Squares of offloaded gradients that count in the norm, by name."""
+        self._gradient_squares: dict[str, list[GradientSquares]] = {}
+        """Squares of gradients that count in the norm and may have been freed, by name."""
         self._stage_reductions: dict[int, list[PendingReduction]] = {}
         self._launched_reductions: list[LaunchedReduction] = []
         self._coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
@@ -132,7 +133,7 @@ class ParallelModel:
         Returns:
             Sum of the losses that this rank computed.
         """
-        self._offloaded_squares.clear()
+        self._gradient_squares.clear()
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
@@ -167,7 +168,7 @@ class ParallelModel:
         self, completed_layers: Collection[int], *, is_deferring: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context of a backward pass, or a part of it: `offload_gradients`."""
-        finish = self._finish_offloaded_gradients
+        finish = self._finish_gradients_of
         return offload_gradients(self.trained_offload, finish, completed_layers, is_deferring)
 
     def compute_losses(
@@ -221,22 +222,28 @@ class ParallelModel:
         if self._gradient_watch is not None:
             self._gradient_watch.end()
 
-    def watch_gradients(self, listener: GradientListener) -> None:
+    @property
+    def completes_gradients_early(self) -> bool:
+        """True if the last backward pass completes every gradient."""
+        is_late = isinstance(self.module, DistributedDataParallel) or self.pipeline is not None
+        return not (is_late or self._pending_reductions or self._gradient_hooks)
+
+    def watch_gradients(self, listener: GradientListener, *, may_free: bool = False) -> None:
         """Report each trained parameter's gradient of a step once it is complete.
 
-        That is in the step's last backward pass, on the stream that has computed or reduced it;
+        That is in the step's last backward pass, on the stream that has computed or reduced it, or
         in `finish_gradients` if reductions of this model, DDP's or a pipeline's passes may follow.
+        Squares are summed before the report to a listener that `may_free` gradients.
         """
         assert self._gradient_watch is None
-        self._gradient_watch = GradientWatch(self._parameters, listener)
+        sum_squares = self._finish_gradients_of if may_free else None
+        self._gradient_watch = GradientWatch(self._parameters, listener, sum_squares)
         if self.pipeline is None and not isinstance(self.module, DistributedDataParallel):
-            pending_names = {pending.name for pending in self._pending_reductions}
-            self._gradient_watch.watch_last_backward(
-                name for name in self._parameters if name not in pending_names
-            )
+            late_names = {pending.name for pending in self._pending_reductions}
+            self._gradient_watch.watch_last_backward(self._parameters.keys() - late_names)
 
-    def _finish_offloaded_gradients(self, names: Sequence[str]) -> None:
-        """Reduce the gradients of a block, and sum their squares, before they leave the device."""
+    def _finish_gradients_of(self, names: Sequence[str]) -> None:
+        """Reduce offloaded gradients and sum squares, before gradients leave or are freed."""
         reductions = [item for item in self._offloaded_reductions if item.name in names]
         if reductions:
             reduce_gradients(
@@ -247,9 +254,8 @@ class ParallelModel:
         for call in self._offloaded_gradient_hooks:
             call(names)
         for name in names:
-            self._offloaded_squares[name] = [
-                sum_gradient_squares(part) for part in self._list_counted_parts(name)
-            ]
+            parts = self._list_counted_parts(name)
+            self._gradient_squares[name] = [sum_gradient_squares(part) for part in parts]
 
     def read_parameter(self, name: str) -> Tensor | None:
         """Return this rank's part of a parameter; None if it is frozen and offloaded."""
@@ -277,10 +283,9 @@ class ParallelModel:
         """Begin to reduce the gradients of a stage; `finish_gradients` waits for it."""
         reductions = self._stage_reductions.get(stage)
         if reductions:
-            names = {pending.name for pending in reductions}
             self._launched_reductions += launch_reductions(
                 reductions,
-                self._complete_gradients(names),
+                self._complete_gradients({pending.name for pending in reductions}),
                 bucket_size_bytes=self.layout.bucket_size_bytes,
             )
 
@@ -331,28 +336,25 @@ class ParallelModel:
         Offloaded gradients are left out; one may be on its way to the device for a next use.
         """
         return [
-            (
-                None if parameter.grad is None else get_local_tensor(parameter.grad),
-                self.layouts[name],
-            )
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad and name not in self.offloaded_names
+            (None if p.grad is None else get_local_tensor(p.grad), self.layouts[name])
+            for name, p in self._parameters.items()
+            if p.requires_grad and name not in self.offloaded_names
         ]
 
     def list_norm_gradients(self) -> list[tuple[Tensor | GradientSquares | None, ParameterLayout]]:
         """List the local gradients that count in the model's norm; copies count once.
 
         Every rank lists every trainable parameter, with None where it has nothing to count, so
-        that all ranks reduce over the same axes. Of an offloaded gradient the squares are listed.
+        that all ranks reduce over the same axes. Of one that may be freed the squares are listed.
         """
         counted: list[tuple[Tensor | GradientSquares | None, ParameterLayout]] = []
         for name, parameter_layout in self.layouts.items():
             if name in self.trainable:
                 counted.append((None, parameter_layout))
-                parts: Sequence[Tensor | GradientSquares] = self._offloaded_squares.get(name, ())
+                parts: Sequence[Tensor | GradientSquares] = self._gradient_squares.get(name, ())
                 if name not in self.offloaded_names:
-                    parts = self._list_counted_parts(name)
-                elif self.trained_offload is not None and name not in self._offloaded_squares:
+                    parts = parts or self._list_counted_parts(name)
+                elif self.trained_offload is not None and name not in self._gradient_squares:
                     assert not self.trained_offload.has_gradient(name), f"{name} left too early"
                 counted += [(part, parameter_layout) for part in parts]
         return counted
@@ -437,9 +439,7 @@ class ParallelModel:
         if self.mesh is None:
             assert tensor is not None
             return tensor
-        # Packed bytes and bf16 are assembled as wider numbers, of the same dtype on all ranks.
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        dtype = choose_assembly_dtype(self._parameters.values())
         is_first_rank = self._coordinates["pp"] == parameter_layout.pp_ranks[0] and not any(
             self._coordinates[axis] for axis in parameter_layout.replicated_axes
         )

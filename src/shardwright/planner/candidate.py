@@ -105,13 +105,14 @@ class Candidate:
     """Tier of the matrices of blocks between their uses; with adapters the frozen ones."""
     keeps_zeros: bool = False
     """True if zeros of weights are restored after each update (`model.keep_zeros`)."""
+    needs_gradient_norm: bool = True
+    """False if no update of offloaded states waits for the norm of the whole gradient."""
     activation_offload: OffloadTier = "none"
     """Tier to which blocks move what they save for the backward pass."""
     offload_buffer_bytes: int = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer of offloaded states."""
     ahead_bytes: int = 0
-    """Device memory for moments in host memory that are read before an update, beyond that of
-    staging buffers."""
+    """Device memory, beyond staging buffers, for moments in host memory that are read early."""
     resident_state_bytes: int = 2 * DEFAULT_BUFFER_BYTES
     """Two buffers: moments on disk beyond a third one stay in them from step to step."""
     reference: ReferenceKind = "none"

@@ -90,16 +90,28 @@ def compute_host_update_seconds(
     return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
 
 
+def is_updated_in_backward(candidate: Candidate) -> bool:
+    """Return True if the update of offloaded states runs in the last backward pass on a CPU, as
+    `update_place.find_backward_obstacle` says."""
+    layout = candidate.layout
+    reduces_late = layout.pp * layout.tp > 1 or (
+        layout.zero_stage == 0 and layout.data_ranks * layout.cp > 1
+    )
+    waits = candidate.needs_gradient_norm or reduces_late or layout.expert_dispatch == "padded"
+    return candidate.overlaps_update and not waits
+
+
 def compute_exposed_update_seconds(
     update_seconds: float, first_share: float, hidden_seconds: float, ahead_seconds: float = 0.0
 ) -> float:
     """Compute the seconds by which an update extends the forward pass that follows it.
 
-    The first layer begins when its own update ends, the last one when all of it has ended.
+    The first layer begins when its own update ends, the last one when all of it has ended. In a
+    backward pass it is the other way round: the first layer is updated last.
 
     Args:
         first_share: Share of the update that the first layer waits for.
-        hidden_seconds: Time of the transfers during the forward pass of all layers but one.
+        hidden_seconds: Time of the transfers during the pass of all layers but one.
         ahead_seconds: Time of the transfers that end before the update begins.
     """
     exposed = max(first_share * update_seconds, update_seconds - hidden_seconds)

@@ -24,7 +24,7 @@ from shardwright.planner.candidate import (
 from shardwright.planner.engine_model import choose_optimizer_kind
 from shardwright.planner.low_precision import build_scaled_shares, read_low_precision_section
 from shardwright.planner.search.space import PlanningProblem
-from shardwright.planner.update_place import choose_update_place
+from shardwright.planner.update_place import choose_update_place, find_backward_obstacle
 from shardwright.plans import (
     BatchPlan,
     Plan,
@@ -118,6 +118,7 @@ def build_template(
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,
         keeps_zeros=recipe.model.keep_zeros,
+        needs_gradient_norm=find_backward_obstacle(recipe) is not None,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes
         if recipe.run.device == "cpu" or moved.optimizer == "host"

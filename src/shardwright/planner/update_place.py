@@ -80,6 +80,37 @@ def find_overlap_obstacle(
     return next((reason for reason, is_present in obstacles.items() if is_present), None)
 
 
+def find_backward_obstacle(
+    recipe: Recipe,
+    *,
+    is_cuda: bool = False,
+    reduces_late: bool = False,
+    has_padded_exchange: bool = False,
+) -> str | None:
+    """Return why the update of offloaded states cannot run in the backward pass; None if it can.
+
+    It must be able to overlap with the next forward pass too (`find_overlap_obstacle`).
+
+    Args:
+        is_cuda: True if the weights are on a GPU.
+        reduces_late: True if gradients are reduced after the backward pass.
+        has_padded_exchange: True if a step may have to be repeated.
+    """
+    training = recipe.training
+    obstacles = {
+        "training.max_grad_norm clips gradients": training.max_grad_norm is not None,
+        "training.max_skipped_steps lets steps be skipped": training.max_skipped_steps > 0,
+        "the loss scale of fp16 lets steps be skipped": recipe.precision.kind == "fp16",
+        "elastic.rollback continues after a gradient that is not finite": (
+            recipe.elastic.rollback is not None
+        ),
+        "the device is a GPU": is_cuda,
+        "gradients are reduced after the backward pass": reduces_late,
+        "a step may be repeated with exact exchanges": has_padded_exchange,
+    }
+    return next((reason for reason, is_present in obstacles.items() if is_present), None)
+
+
 def _compare_rates(
     tier: OffloadTier, state_bytes: float, tiers: TierRates, profile: str
 ) -> UpdateChoice:

@@ -42,6 +42,7 @@ from shardwright.training.step import (
     StepLoss,
     StepUpdate,
     accumulate_gradients,
+    begin_update,
     compute_mean_loss,
     count_tokens_and_flops,
     update_parameters,
@@ -238,6 +239,7 @@ class TrainingLoop:
         totals = state.model.decoder.rounding_totals
         if totals is not None:
             totals.is_counting = (state.step + 1) % recipe.run.log_every_steps == 0
+        begin_update(state.optimizer, learning_rate)
         loss = accumulate_gradients(
             state.model,
             micro_batches,

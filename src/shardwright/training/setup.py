@@ -34,33 +34,27 @@ from shardwright.numerics.peak_flops import Product, measure_matmul_flops_per_se
 from shardwright.numerics.precision import LossScaler
 from shardwright.offload import (
     ActivationOffload,
-    DeferredUpdate,
-    OffloadedOptimizer,
     ParameterOffload,
     ShardOffload,
-    StreamedUpdate,
-    UpdateOverlap,
     WeightOffload,
     build_activation_offload,
     build_parameter_offload,
     build_weight_offload,
     describe_activation_offload,
-    describe_offload,
     describe_parameter_offload,
     describe_weight_offload,
-    offload_optimizer,
 )
 from shardwright.optim import build_optimizer, compute_learning_rate
 from shardwright.parallel.apply import ParameterReader, apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import install_recompute
-from shardwright.parallel.update_units import list_update_units, wait_before_gathers
 from shardwright.parallel.zero_mask import keep_zeros
-from shardwright.planner.update_place import choose_update_place, find_overlap_obstacle
+from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.training.checks.offload_checks import open_stored_weights
 from shardwright.training.checks.run_checks import ValidatedRun
+from shardwright.training.moment_offload import offload_moments
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
@@ -277,7 +271,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
-        optimizer = _offload_states(validated_run, optimizer, model, weight_offload)
+        optimizer = offload_moments(validated_run, optimizer, model, weight_offload)
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(
@@ -292,64 +286,6 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         activation_offload=activation_offload,
         weight_offload=weight_offload,
     )
-
-
-def _offload_states(
-    validated_run: ValidatedRun,
-    optimizer: torch.optim.Optimizer,
-    model: ParallelModel,
-    weight_offload: WeightOffload | ParameterOffload | None,
-) -> OffloadedOptimizer:
-    """Move the optimizer's states to the recipe's tier, and log where the update runs."""
-    recipe = validated_run.recipe
-    device = model.device
-    choice = choose_update_place(recipe)
-    parameters = weight_offload if isinstance(weight_offload, ParameterOffload) else None
-    overlap = None
-    if device.type == "cuda":
-        logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
-    elif recipe.offload.update_on == "host":
-        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
-    if device.type == "cuda" or recipe.offload.optimizer == "disk":
-        obstacle = find_overlap_obstacle(
-            recipe,
-            validated_run.shape,
-            is_cuda=device.type == "cuda",
-            has_weight_maxima=model.weight_maxima is not None,
-        )
-        if obstacle is None:
-            overlap = overlap_update(model, is_deferred=recipe.offload.optimizer == "disk")
-            logger.info("offload: the next forward pass begins during the update")
-        else:
-            logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
-    offloaded = offload_optimizer(
-        optimizer,
-        recipe.offload.model_copy(update={"update_on": choice.place}),
-        model,
-        device=device,
-        default_folder=RunFolder.from_recipe(recipe).path,
-        parameters=parameters,
-        overlap=overlap,
-    )
-    logger.info("%s", describe_offload(offloaded, device))
-    return offloaded
-
-
-def overlap_update(model: ParallelModel, *, is_deferred: bool) -> UpdateOverlap:
-    """Let each module, and each gather, wait for the update of its own weights only.
-
-    Args:
-        is_deferred: True if the host waits for the transfers of the update.
-    """
-    units = list_update_units(model)
-    working_weights = model.decoder.working_weights
-    overlap = (
-        DeferredUpdate(units, working_weights)
-        if is_deferred
-        else StreamedUpdate(units, working_weights, model.device)
-    )
-    wait_before_gathers(model, overlap.wait_on)
-    return overlap
 
 
 def offload_activations(

@@ -34,8 +34,8 @@ from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.low_precision import set_rounding_step
 from shardwright.parallel.mesh import check_nccl_groups
 from shardwright.parallel.weight_maxima import agree_on_maxima
-from shardwright.training.host_reads import PendingRead, read_together
 from shardwright.training.metrics.expert_load import update_balance_biases
+from shardwright.training.metrics.host_reads import PendingRead, read_together
 from shardwright.training.metrics.profiling import mark_phase
 from shardwright.training.metrics.step_times import StepTimes
 
@@ -169,6 +169,18 @@ def _replace_zero_by_one(count: Tensor) -> Tensor:
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
+def begin_update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Let a step's update begin in its backward pass, if the optimizer can; call it before the
+    step's passes, and `update_parameters` after them.
+
+    Args:
+        learning_rate: Learning rate of this step, for every parameter group.
+    """
+    if isinstance(optimizer, OffloadedOptimizer) and optimizer.has_backward_update:
+        optimizer.begin_step()
+        set_learning_rate(optimizer, learning_rate)
+
+
 def accumulate_gradients(
     model: ParallelModel,
     micro_batches: Sequence[MicroBatch],
@@ -271,7 +283,8 @@ def update_parameters(
     The norm is summed over all shards, identical on all ranks, and non-finite on all if it is
     so on one. All ranks then skip the update. The host reads the norm to decide, which is the
     only time in a step that it waits for the device; the update itself it only launches. Where
-    the update can find on the device that it is skipped, it is launched before that wait.
+    the update can find on the device that it is skipped, it is launched before that wait. One
+    that has begun in the backward pass (`begin_update`) ends here, and cannot be skipped.
 
     Args:
         learning_rate: Learning rate of this step, for every parameter group.
@@ -287,6 +300,7 @@ def update_parameters(
 
     Raises:
         ValueError: Exchanges are padded, and `rows_beyond_limit` is None.
+        NonFiniteError: The norm is not finite, and the update has begun.
     """
     exchange = find_padded_exchange(model.decoder)
     if exchange is not None and exchange.rows_per_rank and rows_beyond_limit is None:
@@ -319,7 +333,10 @@ def update_parameters(
     if scaler is not None:
         scaler.update(skipped)
     with mark_phase("update"):
-        if not skipped and pending is None:
+        if isinstance(optimizer, OffloadedOptimizer) and optimizer.is_updating:
+            assert max_grad_norm is None, "gradients are clipped before their update"
+            optimizer.end_step(gradient_norm)
+        elif not skipped and pending is None:
             if (factor := clipping.compute_factor(gradient_norm)) != 1.0:
                 _scale_gradients(model, optimizer, factor)
             set_learning_rate(optimizer, learning_rate)

@@ -21,7 +21,8 @@ from shardwright.optim import build_optimizer, collect_optimizer_moments
 from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
-from shardwright.training.setup import offload_activations, offload_weights, overlap_update
+from shardwright.training.moment_offload import overlap_update
+from shardwright.training.setup import offload_activations, offload_weights
 from shardwright.training.step import update_parameters
 from shardwright.verification.cell import MutationContext, accumulate_step, build_model
 from shardwright.verification.comparison import (

@@ -24,8 +24,8 @@ from shardwright.offload.host_update import HostUpdate
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
 from shardwright.parallel.gradient_watch import GradientWatch
 from shardwright.parallel.parallel_model import get_local_tensor
+from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
-from shardwright.training.setup import overlap_update
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device

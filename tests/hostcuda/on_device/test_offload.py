@@ -20,8 +20,8 @@ from shardwright.offload import OffloadedOptimizer, StreamedUpdate, offload_opti
 from shardwright.offload.device_buffers import DeviceBuffers
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
 from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
+from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
-from shardwright.training.setup import overlap_update
 from shardwright.training.step import accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches

@@ -23,7 +23,7 @@ from shardwright.optim import build_optimizer
 from shardwright.optim.local_updates import AdamW
 from shardwright.optim.state import collect_optimizer_tensors
 from shardwright.training import step as training_step
-from shardwright.training.host_reads import PendingRead
+from shardwright.training.metrics.host_reads import PendingRead
 from shardwright.training.step import StepUpdate, accumulate_gradients, update_parameters
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches

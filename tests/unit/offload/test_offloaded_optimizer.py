@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,13 @@ from torch import Tensor, nn
 from shardwright.checkpoint.disk import Disk
 from shardwright.config.offload import OffloadSection
 from shardwright.config.training import OptimizerSection
-from shardwright.errors import OffloadFailed
-from shardwright.offload import DeferredUpdate, OffloadedOptimizer
+from shardwright.errors import NonFiniteError, OffloadFailed
+from shardwright.offload import (
+    BackwardUpdate,
+    DeferredUpdate,
+    OffloadedOptimizer,
+    UpdateOverlap,
+)
 from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.state_buckets import (
@@ -61,7 +68,7 @@ class Run:
         *,
         tier: str | None = None,
         frozen: str = "",
-        is_deferred: bool = False,
+        overlap: str = "",
     ) -> None:
         self.parameters = make_parameters()
         self.modules = {name: nn.Identity() for name in self.parameters}
@@ -77,6 +84,11 @@ class Run:
             weight_decay=0.1,
             model=model,
         )
+        overlaps: dict[str, Callable[[], UpdateOverlap]] = {
+            "deferred": lambda: DeferredUpdate(units, None),
+            "backward": lambda: BackwardUpdate(units, None),
+        }
+        self.overlap = overlaps[overlap]() if overlap else None
         if tier is not None:
 
             def create_store(partition: StatePartition) -> Store:
@@ -99,17 +111,19 @@ class Run:
                 create_store,
                 bucket_bytes=BUFFER_BYTES,
                 device=torch.device("cpu"),
-                overlap=DeferredUpdate(units, None) if is_deferred else None,
+                overlap=self.overlap,
             )
 
+    def set_gradient(self, number: int, name: str) -> None:
+        index = list(self.parameters).index(name)
+        generator = torch.Generator().manual_seed(100 * number + index)
+        self.parameters[name].grad = torch.randn(self.parameters[name].shape, generator=generator)
+
     def step(self, number: int, *, without: str = "") -> None:
-        for index, (name, parameter) in enumerate(self.parameters.items()):
-            generator = torch.Generator().manual_seed(100 * number + index)
-            parameter.grad = (
-                torch.randn(parameter.shape, generator=generator)
-                if parameter.requires_grad and name != without
-                else None
-            )
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            if parameter.requires_grad and name != without:
+                self.set_gradient(number, name)
         set_learning_rate(self.optimizer, 0.01 * (1 + number))
         self.optimizer.step()
 
@@ -151,7 +165,7 @@ def test_weights_moments_and_counts_are_those_of_a_resident_run(
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "sgd with momentum"])
 def test_a_deferred_update_runs_as_far_as_a_module_needs_it(tmp_path: Path, rule: str) -> None:
     resident = Run(rule)
-    deferred = Run(rule, tmp_path, tier="disk", is_deferred=True)
+    deferred = Run(rule, tmp_path, tier="disk", overlap="deferred")
     names = list(deferred.parameters)
     for number in range(NUM_STEPS):
         for run in (resident, deferred):
@@ -167,8 +181,51 @@ def test_a_deferred_update_runs_as_far_as_a_module_needs_it(tmp_path: Path, rule
     deferred.close()
 
 
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "sgd with momentum"])
+def test_an_update_in_the_backward_pass_follows_the_gradients(tmp_path: Path, rule: str) -> None:
+    """In one step a parameter has no gradient: those after it wait for the end. One step does not
+    begin in the backward pass."""
+    resident = Run(rule)
+    run = Run(rule, tmp_path, tier="disk", overlap="backward")
+    assert isinstance(run.optimizer, OffloadedOptimizer)
+    assert isinstance(run.overlap, BackwardUpdate)
+    backwards = list(run.parameters)[::-1]
+    for number in range(NUM_STEPS):
+        without = "embedding" if number == 2 else ""
+        resident.step(number, without=without)
+        if number == 3:
+            run.step(number)
+            continue
+        set_learning_rate(run.optimizer, 0.01 * (1 + number))
+        run.optimizer.begin_step()
+        for name in backwards:
+            if name != without:
+                run.set_gradient(number, name)
+                run.overlap.take_gradient(name)
+        run.overlap.end_gradients()
+        freed = [name for name in backwards if run.parameters[name].grad is None]
+        assert (freed == backwards) == (not without)
+        assert run.optimizer.is_updating
+        run.optimizer.end_step(1.0)
+        assert not run.optimizer.is_updating
+    assert_same(resident, run)
+    run.optimizer.begin_step()
+    for name in backwards:
+        run.set_gradient(0, name)
+        run.overlap.take_gradient(name)
+    last = backwards[0]
+    run.set_gradient(0, last)
+    with pytest.raises(AssertionError, match="has changed after its update"):
+        run.overlap.take_gradient(last)
+    with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
+        run.optimizer.end_step(math.nan)
+    with pytest.raises(OffloadFailed, match="has failed"):
+        run.collect()
+    run.close()
+
+
 def test_a_failed_update_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("adamw", tmp_path, tier="disk", is_deferred=True)
+    run = Run("adamw", tmp_path, tier="disk", overlap="deferred")
     run.step(0)
     run.step(1)
 
@@ -257,15 +314,35 @@ def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) ->
     run.close()
 
 
+def partition_pages(bucket_pages: int, *parameter_pages: int) -> StatePartition:
+    parameters = []
+    for index, num_pages in enumerate(parameter_pages):
+        spec = StateSpec((num_pages * PAGE_BYTES // 4,), torch.float32)
+        parameters.append(OffloadedParameter(str(index), spec.shape[0], 1, {"sum": spec}))
+    return partition_state(parameters, bucket_pages * PAGE_BYTES)
+
+
+def assert_ends(stream: BucketStream, update: Callable[[], None]) -> None:
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    has_ended = not thread.is_alive()
+    stream.close()  # so that its threads end
+    assert has_ended
+
+
+def open_buckets(stream: BucketStream, order: Sequence[int]) -> None:
+    for index in order:
+        with stream.open_bucket(index):
+            pass
+    stream.end()
+
+
 def test_an_update_ends_if_buckets_of_many_sizes_do_not_fit_next_to_each_other(
     tmp_path: Path,
 ) -> None:
     """The first update reads buckets that stay, while others wait for memory behind them."""
-    parameters = []
-    for index, num_pages in enumerate((3, 3, 4, 3, 3, 3, 2, 1, 1, 3, 2, 4, 2, 2, 2)):
-        spec = StateSpec((num_pages * PAGE_BYTES // 4,), torch.float32)
-        parameters.append(OffloadedParameter(str(index), spec.shape[0], 1, {"sum": spec}))
-    partition = partition_state(parameters, 4 * PAGE_BYTES)
+    partition = partition_pages(4, 3, 3, 4, 3, 3, 3, 2, 1, 1, 3, 2, 4, 2, 2, 2)
     resident_bytes = partition.select_resident_buckets(8 * PAGE_BYTES)
     capacity_bytes = partition.compute_staging_bytes(8 * PAGE_BYTES) - sum(resident_bytes.values())
     store = DiskStore(
@@ -274,17 +351,46 @@ def test_an_update_ends_if_buckets_of_many_sizes_do_not_fit_next_to_each_other(
     stream = BucketStream(partition, store, None)
 
     def update() -> None:
-        stream.begin(range(len(partition.buckets)))
-        for index in range(len(partition.buckets)):
-            with stream.open_bucket(index):
-                pass
-        stream.end()
+        order = range(len(partition.buckets))
+        stream.begin(order)
+        open_buckets(stream, order)
 
-    thread = threading.Thread(target=update, daemon=True)
-    thread.start()
-    thread.join(timeout=30)
-    assert not thread.is_alive()
-    stream.close()
+    assert_ends(stream, update)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 4)])
+def test_an_update_ends_if_its_first_bucket_had_no_gradient_before(
+    tmp_path: Path, order: Sequence[int]
+) -> None:
+    """The first one stays in memory of its own. Of ten pages that two others of five could fill, a
+    slow write takes four, so the second waits until the first of them is updated."""
+    partition = partition_pages(5, 1, 5, 5, 4, 5)
+    is_read = threading.Event()
+
+    class SlowDisk(Disk):
+        def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+            if position == sum(partition.segment_bytes[:3]):
+                is_read.wait(timeout=10)
+            super().write_at(descriptor, data, position)
+
+    store = DiskStore(
+        tmp_path,
+        partition.segment_bytes,
+        10 * PAGE_BYTES,
+        resident_bytes={0: PAGE_BYTES},
+        disk=SlowDisk(),
+    )
+    stream = BucketStream(partition, store, None)
+
+    def update_twice() -> None:
+        stream.begin((1, 2, 3))
+        open_buckets(stream, (1, 2, 3))
+        stream.begin(order)
+        stream.swaps[0].parts.result()
+        is_read.set()
+        open_buckets(stream, order)
+
+    assert_ends(stream, update_twice)
 
 
 def test_the_end_of_a_step_reads_all_that_staging_memory_can_take(tmp_path: Path) -> None:

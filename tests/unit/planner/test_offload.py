@@ -29,7 +29,11 @@ from shardwright.planner.problem import build_problem, build_template, read_plan
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.rejections import find_rejections
 from shardwright.planner.time.communication import StridedGroup
-from shardwright.planner.update_place import choose_update_place, find_overlap_obstacle
+from shardwright.planner.update_place import (
+    choose_update_place,
+    find_backward_obstacle,
+    find_overlap_obstacle,
+)
 
 NUM_PARAMETERS = 5_928_861_696
 STATE_BYTES = 8 * NUM_PARAMETERS
@@ -113,6 +117,36 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
         assert find_overlap_obstacle(recipe, read_planning_shape(recipe)) == obstacle
         assert build_template(recipe).overlaps_update == (obstacle is None)
     assert not replace(candidate, keeps_zeros=True).overlaps_update  # zeros are kept
+
+
+def test_without_clipping_the_backward_pass_hides_the_update() -> None:
+    facts = get_model_facts(read_planning_shape(build_recipe()))
+    predictor = Predictor(facts, parse_cluster("1xcpu"), Efficiency())
+    training = build_recipe().training.model_dump(exclude_unset=True)
+    training |= {"sequence_length": 64, "max_grad_norm": None}
+    offload = {"optimizer": "disk", "buffer_bytes": 2**30}
+    cases: list[tuple[dict[str, Any], str | None]] = [
+        ({"training": training | {"max_skipped_steps": 0}}, None),
+        ({"training": training}, "training.max_skipped_steps lets steps be skipped"),
+        ({"training": training | {"max_grad_norm": 1.0}}, "training.max_grad_norm clips gradients"),
+    ]
+    times = []
+    for changed, obstacle in cases:
+        recipe = build_recipe(offload=offload, **changed)
+        assert find_backward_obstacle(recipe) == obstacle
+        candidate = build_template(recipe)
+        assert candidate.needs_gradient_norm == (obstacle is not None)
+        times.append(predictor.predict(candidate).time)
+    assert times[1].optimizer == times[2].optimizer
+    hidden_seconds = times[1].optimizer - times[0].optimizer
+    # The backward pass less the forward pass.
+    assert 0.1 < hidden_seconds / times[0].compute < 0.4
+    replicas = replace(
+        build_template(build_recipe(offload=offload)),
+        layout=Layout(dp_replicate=2),
+        needs_gradient_norm=False,
+    )
+    assert not offload_costs.is_updated_in_backward(replicas)  # DDP reduces in buckets of its own
 
 
 RATES = TierRates(

@@ -22,6 +22,7 @@ from shardwright.planner.offload_costs import (
     compute_transfer_seconds,
     count_moving_moments,
     get_transfer_rate,
+    is_updated_in_backward,
 )
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
@@ -257,7 +258,7 @@ def _compute_update_seconds(
 
     Args:
         forward_seconds: Time of a micro-batch's forward pass, which may hide a part of it.
-        backward_seconds: Time of the last backward pass.
+        backward_seconds: Time of the last backward pass, which may hide it instead.
     """
     candidate = costs.candidate
     profile = costs.network.cluster.profile
@@ -299,7 +300,9 @@ def _compute_update_seconds(
     )
     if not candidate.overlaps_update:
         return update_seconds
-    hidden_seconds = forward_seconds / num_layers
+    is_cpu = costs.network.cluster.accelerator.kind == "cpu"
+    in_backward = is_cpu and is_updated_in_backward(candidate)
+    hidden_seconds = (backward_seconds if in_backward else forward_seconds) / num_layers
     if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
         hidden_seconds = min(hidden_seconds, compute_ring_bytes(candidate, layer_bytes) / rate)
     exposed_seconds = compute_exposed_update_seconds(

@@ -1,0 +1,106 @@
+"""Offloading of a run's optimizer states, and the passes that hide their update."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shardwright.checkpoint.run_folder import RunFolder
+from shardwright.offload import (
+    BackwardUpdate,
+    DeferredUpdate,
+    OffloadedOptimizer,
+    ParameterOffload,
+    StreamedUpdate,
+    UpdateOverlap,
+    WeightOffload,
+    describe_offload,
+    offload_optimizer,
+)
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
+from shardwright.parallel.parallel_model import ParallelModel
+from shardwright.parallel.update_units import list_update_units, wait_before_gathers
+from shardwright.planner.update_place import (
+    choose_update_place,
+    find_backward_obstacle,
+    find_overlap_obstacle,
+)
+from shardwright.training.checks.run_checks import ValidatedRun
+
+logger = logging.getLogger("shardwright")
+
+
+def offload_moments(
+    validated_run: ValidatedRun,
+    optimizer: torch.optim.Optimizer,
+    model: ParallelModel,
+    weight_offload: WeightOffload | ParameterOffload | None,
+) -> OffloadedOptimizer:
+    """Move the optimizer's states to the recipe's tier, and log where the update runs."""
+    recipe = validated_run.recipe
+    device = model.device
+    choice = choose_update_place(recipe)
+    parameters = weight_offload if isinstance(weight_offload, ParameterOffload) else None
+    overlap = None
+    if device.type == "cuda":
+        logger.info("offload.update_on: %s: %s", choice.place, choice.reason)
+    elif recipe.offload.update_on == "host":
+        logger.info("offload.update_on: the device is the CPU, so host and device are the same")
+    if device.type == "cuda" or recipe.offload.optimizer == "disk":
+        overlap = _choose_overlap(validated_run, model)
+    offloaded = offload_optimizer(
+        optimizer,
+        recipe.offload.model_copy(update={"update_on": choice.place}),
+        model,
+        device=device,
+        default_folder=RunFolder.from_recipe(recipe).path,
+        parameters=parameters,
+        overlap=overlap,
+    )
+    logger.info("%s", describe_offload(offloaded, device))
+    return offloaded
+
+
+def _choose_overlap(validated_run: ValidatedRun, model: ParallelModel) -> UpdateOverlap | None:
+    """Choose the passes that hide the update, and log why others do not."""
+    recipe = validated_run.recipe
+    obstacle = find_overlap_obstacle(
+        recipe,
+        validated_run.shape,
+        is_cuda=model.device.type == "cuda",
+        has_weight_maxima=model.weight_maxima is not None,
+    )
+    if obstacle is not None:
+        logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
+        return None
+    late = find_backward_obstacle(
+        recipe,
+        is_cuda=model.device.type == "cuda",
+        reduces_late=not model.completes_gradients_early,
+        has_padded_exchange=find_padded_exchange(model.decoder) is not None,
+    )
+    if late is None:
+        logger.info("offload: the update runs in the backward pass")
+        return BackwardUpdate(list_update_units(model), model.decoder.working_weights)
+    logger.info("offload: the next forward pass begins during the update")
+    if recipe.training.max_grad_norm is None:
+        logger.info("offload: the update does not run in the backward pass, because %s", late)
+    return overlap_update(model, is_deferred=recipe.offload.optimizer == "disk")
+
+
+def overlap_update(model: ParallelModel, *, is_deferred: bool) -> UpdateOverlap:
+    """Let each module, and each gather, wait for the update of its own weights only.
+
+    Args:
+        is_deferred: True if the host waits for the transfers of the update.
+    """
+    units = list_update_units(model)
+    working_weights = model.decoder.working_weights
+    overlap = (
+        DeferredUpdate(units, working_weights)
+        if is_deferred
+        else StreamedUpdate(units, working_weights, model.device)
+    )
+    wait_before_gathers(model, overlap.wait_on)
+    return overlap
