@@ -223,7 +223,7 @@ class BF16Optimizer(ShardedOptimizer):
         if name not in self._irregular_names:
             self._irregular_names.add(name)
             logger.info(
-                "%s: updated by separate operations, because its part on this rank has irregular rows",
+                "%s: updated by separate operations, because its part here has irregular rows",
                 name,
             )
 
