@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _enable_record_function
 from torch.profiler import ProfilerActivity, profile
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class AllocationCounter:
     def __init__(self, pause_seconds: float = _PAUSE_SECONDS) -> None:
         self._exit_stack = ExitStack()
         self._exit_stack.enter_context(_release_operands(pause_seconds))
+        self._exit_stack.enter_context(_omit_operations())
         self._profiler = self._exit_stack.enter_context(
             profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True)
         )
@@ -72,6 +74,20 @@ class AllocationCounter:
                 live += event.nbytes()
                 peak = max(peak, live)
         return peak
+
+
+@contextmanager
+def _omit_operations() -> Iterator[None]:
+    """Let profilers record allocations of this thread only, no operations.
+
+    A thread of gloo records the end of an operation after its future, for which DDP waits, is
+    complete. If the profiler has stopped by then, the thread writes to freed memory.
+    """
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
 
 
 @contextmanager

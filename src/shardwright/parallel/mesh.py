@@ -115,6 +115,22 @@ def abandon_process_groups() -> None:
         dist.destroy_process_group()
 
 
+def wait_for_gloo_threads() -> None:
+    """Wait until gloo's threads have left all operations so far. Collective; only gloo waits.
+
+    A thread completes an operation's future, for which DDP waits, before it records the end of the
+    operation for a profiler. gloo's barrier waits for both.
+    """
+    if not dist.is_initialized():
+        return
+    default = dist.group.WORLD
+    # In the order in which all ranks created them.
+    groups = [default, *(group for key, group in _groups.items() if key[0] is default)]
+    for group in dict.fromkeys(groups):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo":
+            dist.barrier(group)
+
+
 def get_host_group() -> dist.ProcessGroup | None:
     """Return the group of all ranks for CPU tensors; None, the default group, on the CPU."""
     world = _worlds.get(dist.group.WORLD)

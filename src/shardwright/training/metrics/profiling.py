@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwright.parallel.clock_sync import SharedClock
+from shardwright.parallel.mesh import wait_for_gloo_threads
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.trace import RankTrace, merge_traces
 from shardwright.training.rank_sync import RankSync
@@ -52,6 +53,9 @@ class StepProfiler:
         # Without `acc_events` torch 2.11 warns that a second cycle would clear the events.
         with profile(activities=self._activities, acc_events=True) as recorded:
             yield
+            # A thread that records the end of an operation after the profiler has stopped writes
+            # to freed memory.
+            wait_for_gloo_threads()
         try:
             self._get_part_path(step, self._rank).parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(self._get_part_path(step, self._rank)))
