@@ -81,7 +81,6 @@ def test_peak_memory_holds_one_chunk_of_logits(device: torch.device) -> None:
     assert measure_peak_bytes(device, differentiate) < whole_logits_bytes / 2
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fused_functions_equal_their_formulas_in_float64(
     device: torch.device, dtype: torch.dtype

@@ -186,8 +186,7 @@ def test_recompute_changes_memory_and_not_the_loss(
     assert peak_bytes < expected_bytes
 
 
-# Warnings of torch itself, when it imports its compiler and when it traces.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+# A warning of torch itself, when it traces.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_compute_the_same(

@@ -33,7 +33,6 @@ BITSANDBYTES = (
 """`make_two_blocks` quantised by bitsandbytes 0.50.2 on a CPU: quantize_4bit(x, blocksize=64,
 quant_type="nf4").
 """
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192,

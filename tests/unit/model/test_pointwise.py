@@ -290,7 +290,6 @@ def list_calls(dtype: torch.dtype) -> dict[Callable[..., Any], tuple[Any, ...]]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -53,7 +53,6 @@ def collect_gradients(
     return [gradient.clone() for gradient in gradients if gradient is not None]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.long  # Inductor's C++ compiler takes half a minute
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_gradients_of_matrices_wait_in_inductors_graphs(dynamic: bool | None) -> None:

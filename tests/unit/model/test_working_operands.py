@@ -163,7 +163,6 @@ def test_codes_are_written_before_their_block() -> None:
 
 
 @pytest.mark.long  # compiles C++
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_compiled_code_writes_the_same_codes(name: str) -> None:
     plain, compiled = (build_layer(name, is_emulated=False) for _ in range(2))

@@ -17,9 +17,6 @@ from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.numerics.chunked_loss import ChunkedLoss, expect_loss_gradient
 from shardwright.numerics.loss import FusedLosses, chunked_cross_entropy
 
-# From torch's own import of its compiler.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-
 N = 61
 D = 16
 V = 37

@@ -185,8 +185,6 @@ def test_an_error_leaves_no_mode_and_no_hook_behind(kind: RecomputeKind) -> None
 
 
 @pytest.mark.long
-# torch warns at the import of its compiler.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_compiled_attention_runs_once_under_selective_and_twice_under_full() -> None:
     torch.manual_seed(0)
     block = TinyBlock()

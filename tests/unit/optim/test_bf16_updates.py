@@ -25,8 +25,6 @@ from shardwright.optim.stochastic_rounding import (
 )
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-
 CPU = torch.device("cpu")
 RULES = ("adamw", "adamw_8bit", "sgd")
 

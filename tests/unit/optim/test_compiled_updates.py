@@ -30,8 +30,6 @@ from shardwright.optim import (
 from shardwright.optim.sharded_optimizer import DeviceFactor
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-
 CPU = torch.device("cpu")
 SHAPES = {
     "layers.0.up": (96, 64),

@@ -40,7 +40,6 @@ def build_recipe(folder: Path, compile_functions: Any, **sections: Any) -> Recip
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_compiled_functions_do_not_change_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
