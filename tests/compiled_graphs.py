@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from functorch.compile import (  # type: ignore[import-untyped]
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -33,7 +36,11 @@ class GraphCounter:
         """Compile the decoder's blocks with this backend."""
         torch._dynamo.reset()
         decoder.compile_blocks(
-            backend=aot_autograd(fw_compiler=self._count_forward, bw_compiler=self._count_backward),
+            backend=aot_autograd(
+                fw_compiler=self._count_forward,
+                bw_compiler=self._count_backward,
+                partition_fn=min_cut_rematerialization_partition,  # Inductor's
+            ),
             **{"fullgraph": True, **options},
         )
 
@@ -57,6 +64,7 @@ class GraphCounter:
             backend = aot_autograd(
                 fw_compiler=self._count_forward,
                 bw_compiler=lambda part, values: compile_backward(part, values, compile_half),
+                partition_fn=min_cut_rematerialization_partition,
             )
             return backend(graph, inputs)
 

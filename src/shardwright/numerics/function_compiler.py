@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.numerics.compiled_casts import repair_casts
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def compile_function(
             to six for each of its settings (dtypes of copies and numbers of tensors).
     """
     if formulation not in _compiled:
-        options = list_rounding_options()
+        options = request_exact_rounding()
         compiled = torch.compile(formulation, fullgraph=True, dynamic=False, options=options)
 
         def call(*arguments: Any) -> Any:
@@ -153,10 +154,17 @@ def compile_function(
     return _compiled[formulation]
 
 
-def list_rounding_options() -> dict[str, Any]:
-    """List Inductor's options for PyTorch's own rounding, without those that torch lacks."""
+def request_exact_rounding() -> dict[str, Any]:
+    """Let Inductor round as PyTorch does (`repair_casts`), and return the options for it.
+
+    Options that torch lacks are left out.
+
+    Raises:
+        RuntimeError: Inductor leaves out casts.
+    """
     from torch._inductor import list_options  # imports the compiler
 
+    repair_casts()
     known = set(list_options())
     return {key: value for key, value in _ROUNDING_OPTIONS.items() if key in known}
 

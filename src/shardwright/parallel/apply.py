@@ -56,7 +56,7 @@ from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_operands import fill_operands
 from shardwright.model.products.working_weights import WorkingWeights
-from shardwright.numerics.function_compiler import compile_function, list_rounding_options
+from shardwright.numerics.function_compiler import compile_function, request_exact_rounding
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
 from shardwright.parallel.context.context_parallel import build_context_parallel
@@ -258,7 +258,7 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     if plan.precision.low_precision is not None:
         # What is quantised may not depend on what a layout lets Inductor fuse: a cast to 16 bits
         # within a kernel is left out otherwise.
-        rounding = list_rounding_options()
+        rounding = request_exact_rounding()
     if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
         options["backend"] = SplitBackward(gradient_store, options=rounding)
     elif rounding:

@@ -140,15 +140,28 @@ def test_explicit_compilation_without_a_compiler_is_an_error(
 
 
 @pytest.mark.parametrize("is_supported", [False, True])
-@pytest.mark.parametrize("kind", ["fp32", "fp64"])
-def test_fp64_is_compiled_for_a_cpu_if_torch_knows_its_attention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_supported: bool
+@pytest.mark.parametrize(
+    ("kind", "obstacle"),
+    [
+        ("bf16", None),
+        ("fp8", "leaves out casts to 16 bits in compiled code of a CPU"),
+        ("fp32", None),
+        ("fp64", "cannot compile fp64 attention for a CPU"),
+    ],
+)
+def test_blocks_are_compiled_for_a_cpu_if_torch_compiles_them_right(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    obstacle: str | None,
+    is_supported: bool,
 ) -> None:
     monkeypatch.setattr(model_checks, "compiles_wide_attention", lambda: is_supported)
+    monkeypatch.setattr(model_checks, "rounds_casts_on_cpu", lambda: is_supported)
     monkeypatch.setattr(auto_layout, "find_compiler_obstacle", lambda _device: None)
     recipe = build_compiled_recipe(tmp_path, True, precision=kind)
-    is_refused = kind == "fp64" and not is_supported
-    message = r"model\.compile: torch .* cannot compile fp64 attention for a CPU"
+    is_refused = obstacle is not None and not is_supported
+    message = rf"model\.compile: torch .* {obstacle}"
     with pytest.raises(RecipeError, match=message) if is_refused else nullcontext():
         validate_run(recipe, 1)
 

@@ -10,6 +10,7 @@ from shardwright.errors import RecipeError
 from shardwright.launch.devices import should_use_cuda
 from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.numerics.compilation import compiles_wide_attention
+from shardwright.numerics.compiled_casts import rounds_casts_on_cpu
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.plans import Plan
 
@@ -41,19 +42,26 @@ def check_attention(recipe: Recipe, plan: Plan) -> None:
 
 
 def check_compilation(recipe: Recipe, plan: Plan) -> None:
-    """Raise if blocks shall be compiled for a CPU in fp64, and torch miscompiles their attention.
+    """Raise if blocks shall be compiled for a CPU, and torch miscompiles them.
 
     torch 2.11 and 2.12 take the sums of fp64 attention, which the backward pass reads, as fp32.
+    They also leave out casts, so that quantised values depend on what a layout lets them fuse.
     """
-    is_fp64 = resolve_dtypes(plan.precision).compute == torch.float64
-    if recipe.model.compile is not True or not is_fp64 or compiles_wide_attention():
+    if recipe.model.compile is not True:
+        return
+    compute = resolve_dtypes(plan.precision).compute
+    if compute == torch.float64 and not compiles_wide_attention():
+        obstacle = "cannot compile fp64 attention for a CPU"
+    elif plan.precision.low_precision is not None and not rounds_casts_on_cpu():
+        obstacle = "leaves out casts to 16 bits in compiled code of a CPU"
+    else:
         return
     if not should_use_cuda(recipe.run.device, field="run.device"):
         raise RecipeError(
-            f"torch {torch.__version__} cannot compile fp64 attention for a CPU",
+            f"torch {torch.__version__} {obstacle}",
             field="model.compile",
             got=True,
-            allowed="false with precision.kind: fp64",
+            allowed=f"false with precision.kind: {recipe.precision.kind}",
             remedy="Or install torch 2.13 or newer",
         )
 
