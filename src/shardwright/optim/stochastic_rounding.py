@@ -19,11 +19,11 @@ from torch import Tensor
 
 from shardwright.hashing import mix_bits, mix_number, to_int32
 from shardwright.layout import ParameterBox
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.sharded_optimizer import (
     ParameterPiece,
     ShardedModel,
     count_elements,
-    get_local_tensor,
     narrow_to_box,
 )
 
