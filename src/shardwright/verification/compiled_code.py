@@ -18,7 +18,13 @@ from shardwright.numerics.compilation import (
     compiles_wide_attention,
     find_compiler_obstacle,
 )
-from shardwright.placement.compilation import CompileChoice, PointwiseChoice, choose_pointwise
+from shardwright.placement.compilation import (
+    CompileChoice,
+    PointwiseChoice,
+    check_blocks,
+    choose_blocks,
+    choose_pointwise,
+)
 from shardwright.verification.cases import VerificationDtype
 from shardwright.verification.comparison import ComparisonResult
 
@@ -60,17 +66,9 @@ def choose_compiled_code(
     obstacle = find_compiler_obstacle(_CPU)
     if auto.is_compiled and obstacle is not None:
         auto = CompileChoice(False, obstacle)
-    if isinstance(shape, HFShape):
-        auto = CompileChoice(False, f"the model runs through transformers' {shape.class_name}")
+    auto = choose_blocks(auto, shape)
     setting = recipe.model.compile
-    if isinstance(shape, HFShape) and setting is True:
-        raise RecipeError(
-            f"blocks of transformers' {shape.class_name} are not compiled",
-            field="model.compile",
-            got="true",
-            allowed="auto, false",
-            remedy="Remove the key",
-        )
+    check_blocks(setting, shape)
     is_compiled = auto.is_compiled if setting == "auto" else setting
     pointwise = choose_pointwise(
         recipe.model.fused_pointwise,
