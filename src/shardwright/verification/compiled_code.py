@@ -93,7 +93,12 @@ def choose_compiled_code(
         if setting == "auto" and not isinstance(shape, HFShape):
             reason += "; add --set model.compile=true for a run that compiles them"
         return CompiledCode((), reason, pointwise)
-    reason = f"auto: {auto.reason}" if setting == "auto" else "model.compile: true"
+    reason = "model.compile: true"
+    if setting == "auto":
+        reason = (
+            f"auto: {auto.reason}; every comparison takes many times as long: add --set "
+            "model.compile=false for one of the layout alone"
+        )
     if "float64" in dtypes and not compiles_wide_attention():
         reason = f"torch {torch.__version__} cannot compile fp64 attention for a CPU"
         narrow = tuple(dtype for dtype in dtypes if dtype != "float64")

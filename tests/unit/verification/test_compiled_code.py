@@ -45,7 +45,12 @@ def choose(**model: Any) -> CompiledCode:
     [
         (True, False, "blocks compiled: yes (model.compile: true)"),
         (False, True, "blocks compiled: no (model.compile: false)"),
-        ("auto", True, "blocks compiled: yes (auto: the device is CUDA's)"),
+        (
+            "auto",
+            True,
+            "blocks compiled: yes (auto: the device is CUDA's; every comparison takes many times "
+            "as long: add --set model.compile=false for one of the layout alone)",
+        ),
         ("auto", False, "blocks compiled: no (auto: the device is a CPU; add --set model.compile"),
     ],
 )
