@@ -24,8 +24,7 @@ class CompileChoice:
 
 
 def choose_blocks(auto: CompileChoice, shape: ModelShape) -> CompileChoice:
-    """Return what `model.compile: auto` means for the blocks of a model, where it is `auto` for
-    those of our decoder."""
+    """Choose for the blocks of a model; `auto` is the choice for those of our decoder."""
     if not isinstance(shape, HFShape):
         return auto
     return CompileChoice(False, f"the model runs through transformers' {shape.class_name}")
