@@ -31,16 +31,21 @@ def hash_code(step: Step) -> str:
 
 
 def read_outcomes(
-    steps: Iterable[Step], folders: Mapping[str, Path], published: Path
+    steps: Iterable[Step], folders: Mapping[str, Sequence[Path]], published: Path
 ) -> dict[str, dict[str, Any]]:
-    """Read the last outcome of each step by name: of its folder if it began, else as published."""
+    """Read an outcome of each step by name: of its folders if it began there, or as published.
+
+    The first of the present code and options, if there is one.
+    """
     outcomes: dict[str, dict[str, Any]] = {}
     if published.is_file():
         content = json.loads(published.read_text())
         outcomes = {each["name"]: each for each in content["steps"] if "seconds" in each}
     for step in steps:
-        if (outcome := read_started(folders[step.name])) is not None:
-            outcomes[step.name] = outcome
+        found = [read_started(folder) for folder in folders[step.name]]
+        known = [each for each in (*found, outcomes.get(step.name)) if each is not None]
+        if known:
+            outcomes[step.name] = next((each for each in known if is_current(step, each)), known[0])
     return outcomes
 
 
@@ -51,10 +56,26 @@ def read_started(folder: Path) -> dict[str, Any] | None:
     return None if outcome.get("status", "no time left") == "no time left" else outcome
 
 
+def list_options(command: Sequence[str]) -> list[str]:
+    """List the words of a command after the interpreter, which differs between machines."""
+    return list(command[1:])
+
+
+def is_current(step: Step, outcome: Mapping[str, Any]) -> bool:
+    """True if the code that is here now, with the options of the step, had this outcome.
+
+    The whole step answers for the shortened one, not the reverse.
+    """
+    commands = [step.command, *filter(None, [step.whole_command])]
+    return outcome.get("code") == hash_code(step) and outcome.get("options") in [
+        list_options(command) for command in commands
+    ]
+
+
 def has_current_result(step: Step, outcomes: Mapping[str, Mapping[str, Any]]) -> bool:
     """True if the step passed with the code that is here now."""
     outcome = outcomes.get(step.name, {})
-    return outcome.get("status") == "passed" and outcome.get("code") == hash_code(step)
+    return outcome.get("status") == "passed" and is_current(step, outcome)
 
 
 def order_by_information(
@@ -67,6 +88,9 @@ def order_by_information(
 def estimate_seconds(step: Step, outcomes: Mapping[str, Mapping[str, Any]]) -> float:
     """Return the seconds that a step took when it last passed, or at least until it was ended."""
     outcome = outcomes.get(step.name, {})
+    own = list_options(step.command)
+    if outcome.get("options", own) != own:  # seconds of the whole step, or of another device
+        return step.estimated_seconds
     if outcome.get("status") == "passed":
         return float(outcome["seconds"])
     ended_after = outcome["seconds"] if outcome.get("status") == "timed out" else 0.0

@@ -36,6 +36,8 @@ from benchmarks.gpu_order import (
     estimate_seconds,
     has_current_result,
     hash_code,
+    is_current,
+    list_options,
     order_by_information,
     read_outcomes,
     read_started,
@@ -297,6 +299,7 @@ def run_step(
         "time_limit_seconds": step.time_limit_seconds,
         "message": message,
         "code": hash_code(step),
+        "options": list_options(step.command),
         "conditions": read_conditions(),
     }
     if warm_seconds is not None:
@@ -358,15 +361,37 @@ def read_end(log: Path) -> str:
 
 
 def get_folder(out: Path, step: Step) -> Path:
-    """Return the folder of a step."""
-    return out / "steps" / f"{step.part}-{step.name.replace(' ', '-')}"
+    """Return the folder of a step. A shortened one has its own, so it replaces no whole one."""
+    whole, shortened = _list_folders(out, step)
+    return shortened if step.whole_command else whole
+
+
+def _list_folders(out: Path, step: Step) -> tuple[Path, Path]:
+    """Return the folders of the whole step and of the shortened one."""
+    whole = out / "steps" / f"{step.part}-{step.name.replace(' ', '-')}"
+    return whole, whole.with_name(f"{whole.name}-shortened")
+
+
+def _list_answering_folders(out: Path, step: Step) -> tuple[Path, ...]:
+    """Return the folder of a step and, if it is shortened, that of the whole one."""
+    whole, shortened = _list_folders(out, step)
+    return (shortened, whole) if step.whole_command else (whole,)
+
+
+def _find_shown_folder(out: Path, step: Step) -> Path:
+    """Return the folder of the whole step, or of the shortened one if only it ran this code."""
+    whole, shortened = _list_folders(out, step)
+    if read_started(shortened) is None:
+        return whole if (whole / "outcome.json").is_file() else shortened
+    outcome = read_started(whole)
+    return whole if outcome is not None and outcome.get("code") == hash_code(step) else shortened
 
 
 def write_results(out: Path, steps: Sequence[Step]) -> None:
     """Collect the results of all steps that have ended, in this call and before, and write them."""
     collected = []
     for step in steps:
-        folder = get_folder(out, step)
+        folder = _find_shown_folder(out, step)
         if not (folder / "outcome.json").is_file():
             collected.append({"name": step.name, "part": step.part, "status": "not run"})
             continue
@@ -392,24 +417,31 @@ def write_results(out: Path, steps: Sequence[Step]) -> None:
 
 def read_last_outcomes(out: Path, steps: Sequence[Step]) -> dict[str, dict[str, Any]]:
     """Read the last outcomes of the steps, in <out> or published."""
-    folders = {step.name: get_folder(out, step) for step in steps}
+    folders = {step.name: _list_answering_folders(out, step) for step in steps}
     return read_outcomes(steps, folders, ROOT / "docs/benchmarks/gpu.json")
 
 
 def has_passed(out: Path, step: Step) -> bool:
-    """True if the folder has a result of the step that passed."""
-    outcome = get_folder(out, step) / "outcome.json"
-    return outcome.is_file() and json.loads(outcome.read_text())["status"] == "passed"
+    """True if `out` has a result of the step, or of the whole one, that passed."""
+    found = [read_started(folder) for folder in _list_answering_folders(out, step)]
+    return any(outcome is not None and outcome["status"] == "passed" for outcome in found)
 
 
 def restore_results(content: dict[str, Any], out: Path, steps: Sequence[Step]) -> None:
-    """Write the outcomes and results of `gpu.json` to the folders of steps that never began."""
+    """Write the outcomes and results of `gpu.json` to the folders of steps that never began.
+
+    A shortened step does not replace the whole one of the same code.
+    """
     outcomes = {outcome["name"]: outcome for outcome in content["steps"]}
     for step in steps:
-        folder = get_folder(out, step)
+        whole, shortened = _list_folders(out, step)
         outcome = outcomes.get(step.name, {})
-        if "seconds" not in outcome or read_started(folder) is not None:
+        if "seconds" not in outcome or read_started(whole) is not None:
             continue
+        if read_started(shortened) is not None and not is_current(step, outcome):
+            continue
+        own = list_options(step.command)
+        folder = whole if outcome.get("options", own) == own else shortened
         folder.mkdir(parents=True, exist_ok=True)
         result = outcome.pop("result", None)
         if result is not None:

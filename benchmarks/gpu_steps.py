@@ -56,6 +56,8 @@ class Step:
     """Files and folders with the code that it times or tests, besides its own module."""
     shape_name: str = ""
     """Shape whose configuration is written to `{out}/config.json`; "": the first one."""
+    whole_command: tuple[str, ...] = ()
+    """Command of the whole step if this one is shortened by `--goals`, else empty."""
 
 
 def list_steps(arguments: argparse.Namespace) -> list[Step]:
@@ -85,7 +87,14 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     steps.append(Step(f"offload {name}-{length}", 8, 300, command, "offload.json", seconds))
     steps.sort(key=lambda step: step.part)
     if arguments.goals:
-        steps = _select_goals(steps, GOALS[arguments.shapes])
+        every_step = argparse.Namespace(**vars(arguments) | {"goals": False, "step": []})
+        whole = {step.name: step.command for step in list_steps(every_step)}
+        steps = [
+            replace(step, whole_command=whole[step.name])
+            if step.command != whole[step.name]
+            else step
+            for step in _select_goals(steps, GOALS[arguments.shapes])
+        ]
     patterns = arguments.step or ["*"]
     return [step for step in steps if any(fnmatchcase(step.name, pattern) for pattern in patterns)]
 

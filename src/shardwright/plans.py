@@ -27,6 +27,7 @@ from shardwright.placement.compilation import (
     SEPARATE_FUNCTIONS,
     CompileChoice,
     PointwiseChoice,
+    choose_blocks,
     choose_pointwise,
 )
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
@@ -214,11 +215,7 @@ def complete_plan(
     choice = auto_precision if recipe.precision.kind == "auto" else None
     compilation = None
     if recipe.model.compile == "auto" and auto_compilation is not None:
-        compilation = auto_compilation
-        if isinstance(placement.shape, HFShape):
-            compilation = CompileChoice(
-                False, f"the model runs through transformers' {placement.shape.class_name}"
-            )
+        compilation = choose_blocks(auto_compilation, placement.shape)
     plan = Plan(
         placement,
         batch,

@@ -18,7 +18,7 @@ from shardwright.config.low_precision import FP8Section, NVFP4Section
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.products.fp8 import Scaling, compute_block_maxima
 from shardwright.model.products.operand import Operand, list_scales, replace_first_scales
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel import apply, code_gathers
 from shardwright.parallel.mesh import Mesh
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder

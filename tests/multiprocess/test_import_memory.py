@@ -19,9 +19,8 @@ from shardwright.model import Decoder
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.numerics import chunked_cross_entropy
+from shardwright.numerics import chunked_cross_entropy, get_local_tensor
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import BatchPlan, build_plan
 from tests.multiprocess.pool import RankPool
 

@@ -23,8 +23,8 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import get_local_tensor
 from shardwright.optim import build_optimizer
-from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.parallel import ParallelModel
 from shardwright.plans import BatchPlan
 from shardwright.training.metrics.step_times import StepTimes

@@ -16,9 +16,9 @@ from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.layout import RankGrid
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer
 from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
-from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, begin_update, update_parameters

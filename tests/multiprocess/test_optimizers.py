@@ -25,6 +25,7 @@ from shardwright.config.training import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import get_local_tensor
 from shardwright.optim import (
     build_optimizer,
     collect_optimizer_moments,
@@ -36,7 +37,6 @@ from shardwright.optim import (
 from shardwright.optim.adafactor import Adafactor
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh, matrix_exchange
 from shardwright.parallel.gradient_reduction import narrow_to_box
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification.cases import VerificationCase
 from shardwright.verification.cell import MutationContext

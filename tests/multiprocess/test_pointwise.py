@@ -17,9 +17,8 @@ from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model.pointwise import operators
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
-from shardwright.numerics import build_recompute_runner
+from shardwright.numerics import build_recompute_runner, get_local_tensor
 from shardwright.parallel import ParallelModel
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training.step import accumulate_gradients
 from tests.multiprocess.models import GPT2, GPT_OSS, LLAMA
 from tests.multiprocess.pool import RankPool

@@ -19,8 +19,8 @@ from shardwright.model import Decoder
 from shardwright.model.products import nf4
 from shardwright.model.products.nf4 import read_packed_slice
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel import apply_layout, build_mesh
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.placement import parameter_layouts
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.verification import reference

@@ -21,9 +21,9 @@ from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.layout import RankGrid
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer, ParameterOffload
 from shardwright.optim import collect_optimizer_moments, collect_optimizer_values
-from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.setup import build_state
 from shardwright.training.step import accumulate_gradients, update_parameters

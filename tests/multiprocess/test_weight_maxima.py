@@ -15,9 +15,10 @@ from torch import Tensor
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.linear import Linear
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel import apply
 from shardwright.parallel.mesh import Mesh
-from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.weight_maxima import WeightMaxima
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 from shardwright.training.step import accumulate_gradients

@@ -587,6 +587,12 @@ class _StepRecord:
         if not parameters and not self.is_deepspeed:
             return
         self.copy_gradients("optimizer step")
+        # Our optimizers multiply gradients in the update, which the check of the update notices.
+        on_device = getattr(optimizer, "device_factor", None)
+        factor = getattr(optimizer, "gradient_factor", 1.0)
+        factor = factor if on_device is None else float(on_device.value)
+        if math.isnan(factor):  # the device skips the update, as another optimizer is not called
+            return
         groups = [_describe_group(group) for group in optimizer.param_groups]
         self.values["optimizers"].append(
             {
@@ -597,13 +603,6 @@ class _StepRecord:
             }
         )
         self._optimizer = optimizer
-        # Our optimizers multiply gradients in the update, which the check of the update notices.
-        on_device = getattr(optimizer, "device_factor", None)
-        factor = (
-            getattr(optimizer, "gradient_factor", 1.0)
-            if on_device is None
-            else float(on_device.value)
-        )
         for name, (_, parameter) in parameters.items():
             is_checked = name in self.values["parameters"] and self.recorder.projections is None
             if self.is_fsdp1 or not is_checked:

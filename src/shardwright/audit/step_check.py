@@ -352,7 +352,11 @@ def _list_updates(evidence: Evidence, checks: StepChecks) -> list[_Update]:
     record = evidence.record
     optimizers = [each for rank in record.ranks for each in rank.values["optimizers"]]
     if not optimizers or record.values["projections"] is not None:
-        reason = "gradients are projected" if optimizers else "no optimizer of torch was seen"
+        reason = (
+            "gradients are projected"
+            if optimizers
+            else "no update by an optimizer of torch was seen"
+        )
         checks.unchecked.append(f"update: {reason}")
         return []
     if not record.values["applied_scales"]:

@@ -16,6 +16,7 @@ from shardwright.checkpoint.boxes import Box, DimSplit, build_full_box, compute_
 from shardwright.checkpoint.storage_path import BLOCK_BYTES
 from shardwright.errors import CheckpointError
 from shardwright.layout import ParameterBox
+from shardwright.numerics import get_local_tensor
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -83,10 +84,7 @@ def describe_local_tensor(name: str, tensor: torch.Tensor | ParameterShard) -> L
 
 def _describe_shard(name: str, shard: ParameterShard) -> LocalTensor:
     """Describe the boxes of a part as views of its local tensor."""
-    local = shard.local.detach()
-    if isinstance(local, DTensor):
-        with torch.no_grad():
-            local = local.to_local()
+    local = get_local_tensor(shard.local.detach())
     if local.dtype not in DTYPE_NAMES:
         raise CheckpointError("this dtype cannot be stored", field=name, got=local.dtype)
     pieces = []

@@ -75,7 +75,7 @@ AllOption = Annotated[
         "--all",
         help=(
             "Verify small models of three families under all kinds of parallelism and their "
-            "combinations, in float32."
+            "combinations, in float32; one cell of each kind compiles its blocks."
         ),
     ),
 ]

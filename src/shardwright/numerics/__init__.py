@@ -10,6 +10,7 @@ from shardwright.numerics.gradient_clip import (
     sum_gradient_squares,
     synchronise_norm,
 )
+from shardwright.numerics.local_tensor import get_local_tensor
 from shardwright.numerics.loss import chunked_cross_entropy, compute_token_losses
 from shardwright.numerics.peak_flops import measure_matmul_flops_per_second
 from shardwright.numerics.precision import LossScaler, PrecisionDtypes, resolve_dtypes

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.layout.parameter_layout import ParameterLayout
+from shardwright.numerics.local_tensor import get_local_tensor
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for each in gradients:
         # One operation on several tensors takes no DTensors of different meshes.
-        gradient = each.to_local() if isinstance(each, DTensor) else each
+        gradient = get_local_tensor(each)
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for same_dtype in by_dtype.values():
         # The factor is rounded to fp32 or wider, and the product once, to the gradient's dtype.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwright.numerics import scale_
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.numerics import get_local_tensor, scale_
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import NonFiniteError
+from shardwright.numerics import get_local_tensor
 from shardwright.offload.backward_update import BackwardUpdate
 from shardwright.offload.bucket_stream import BucketStream
 from shardwright.offload.device_buffers import DeviceBuffers
@@ -35,7 +36,6 @@ from shardwright.optim.sharded_optimizer import (
     PiecewiseOptimizer,
     ShardedModel,
     ShardedOptimizer,
-    get_local_tensor,
 )
 from shardwright.optim.state import get_rule
 

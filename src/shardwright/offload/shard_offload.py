@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.config.offload import OffloadTier
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources
+from shardwright.numerics import get_local_tensor
 from shardwright.offload.block_uses import Phase, Use
 from shardwright.offload.parameter_offload import FinishGradients, ParameterOffload
 from shardwright.offload.parameter_store import ParameterStore
@@ -28,7 +29,6 @@ from shardwright.offload.trained_block import (
     wrap_gradient,
 )
 from shardwright.offload.weight_offload import read_bytes
-from shardwright.optim.sharded_optimizer import get_local_tensor
 
 
 class ShardOffload(ParameterOffload):

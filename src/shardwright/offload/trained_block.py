@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.numerics import get_local_tensor
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.parameter_store import ParameterStore
-from shardwright.optim.sharded_optimizer import get_local_tensor
 
 
 @dataclass(frozen=True, eq=False)

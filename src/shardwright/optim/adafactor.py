@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import ParameterBox
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.adafactor_passes import divide_by_root, scale_and_add
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.sharded_optimizer import (
@@ -31,7 +32,6 @@ from shardwright.optim.sharded_optimizer import (
     StateSpec,
     advance_step,
     count_elements,
-    get_local_tensor,
     narrow_to_box,
 )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout, ParameterBox, ParameterLayout, RankGrid, compute_local_boxes
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.quantised_update import (
     QuantisedRows,
@@ -35,7 +36,6 @@ from shardwright.optim.sharded_optimizer import (
     ShardedOptimizer,
     StateSpec,
     count_elements,
-    get_local_tensor,
 )
 from shardwright.optim.stochastic_rounding import PieceRounding, StochasticRounding
 

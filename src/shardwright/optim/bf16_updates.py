@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction, take_root
 from shardwright.optim.one_pass_adamw import AdamWConstants
 from shardwright.optim.sharded_optimizer import (
@@ -25,7 +26,6 @@ from shardwright.optim.sharded_optimizer import (
     ShardedModel,
     ShardedOptimizer,
     StateSpec,
-    get_local_tensor,
 )
 from shardwright.optim.stochastic_rounding import (
     PieceRounding,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.one_pass_adamw import OnePassAdamW
 from shardwright.optim.sharded_optimizer import (
@@ -24,7 +25,6 @@ from shardwright.optim.sharded_optimizer import (
     ElementwiseUpdate,
     ParameterPiece,
     StateSpec,
-    get_local_tensor,
     scale_gradients,
 )
 

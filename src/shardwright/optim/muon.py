@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction
 from shardwright.optim.local_updates import AdamWRule
 from shardwright.optim.sharded_optimizer import (
@@ -25,7 +26,6 @@ from shardwright.optim.sharded_optimizer import (
     ShardedModel,
     ShardedOptimizer,
     StateSpec,
-    get_local_tensor,
     scale_gradients,
 )
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction, interpolate, multiply_add
-from shardwright.optim.sharded_optimizer import DeviceFactor, ParameterPiece, get_local_tensor
+from shardwright.optim.sharded_optimizer import DeviceFactor, ParameterPiece
 
 _MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Elements from which a tensor is worth a call of its own, which takes the host about 0.1 ms;

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Bounds, ParameterBox, ParameterLayout
+from shardwright.numerics import get_local_tensor, scale_
 
 MatrixFunction = Callable[[Tensor], Tensor]
 """Function of one matrix [rows, columns] that returns the same shape."""
@@ -409,17 +409,9 @@ class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
 
 def scale_gradients(pieces: Sequence[ParameterPiece], factor: float | DeviceFactor) -> None:
     """Multiply the gradients of pieces in place; a factor of 1 changes nothing."""
-    if not pieces:
-        return
-    if isinstance(factor, DeviceFactor):
-        torch._foreach_mul_([piece.gradient for piece in pieces], factor.value)
-    elif factor != 1.0:
-        torch._foreach_mul_([piece.gradient for piece in pieces], factor)
-
-
-def get_local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    value = factor.value if isinstance(factor, DeviceFactor) else factor
+    if isinstance(value, Tensor) or value != 1.0:
+        scale_((piece.gradient for piece in pieces), value)
 
 
 def narrow_to_box(tensor: Tensor, bounds: Bounds) -> Tensor:

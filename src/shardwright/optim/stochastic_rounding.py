@@ -19,12 +19,11 @@ from torch import Tensor
 
 from shardwright.hashing import mix_bits, mix_number, to_int32
 from shardwright.layout import ParameterBox
+from shardwright.numerics import get_local_tensor
 from shardwright.optim.sharded_optimizer import (
     ParameterPiece,
     ShardedModel,
     count_elements,
-    get_local_tensor,
-    narrow_to_box,
 )
 
 _LOW_BITS = 0xFFFF
@@ -89,18 +88,50 @@ def find_runs(
     return PlaceRuns(first, count_elements(local_shape[inner:]), count_elements(shape[inner:]))
 
 
-def _list_places(
+class PlaceTable(NamedTuple):
+    """Places of elements: runs of consecutive numbers at any distances, int64 [runs] each."""
+
+    starts: Tensor
+    """Element of the flattened local part with which a run begins, ascending."""
+    shifts: Tensor
+    """Place of each of its elements less that number."""
+
+    def list_places(self, begin: int, end: int, device: torch.device) -> Tensor:
+        """List the places of some elements, int32 that wrap around, as a sum of steps."""
+        steps = torch.ones(end - begin, dtype=torch.int32, device=device)
+        if begin == end:
+            return steps
+        first = int(torch.searchsorted(self.starts, begin, right=True)) - 1
+        last = int(torch.searchsorted(self.starts, end))
+        starts = self.starts[first:last].clamp(min=begin) - begin
+        shifts = self.shifts[first:last]
+        jumps = shifts.diff(prepend=shifts.new_tensor([1 - begin])) + 1
+        steps[starts.to(device)] = jumps.to(torch.int32).to(device)
+        return steps.cumsum(0, dtype=torch.int32)
+
+
+def tabulate_places(
     local_shape: Sequence[int], shape: Sequence[int], boxes: Sequence[ParameterBox]
-) -> Tensor:
-    """List the places of a local tensor's elements, int64 in the local shape."""
-    places = torch.zeros(tuple(local_shape), dtype=torch.int64)
+) -> PlaceTable:
+    """Tabulate the runs of places of a local tensor's elements, as few as its boxes have rows."""
+    starts = [torch.empty(0, dtype=torch.int64)]
+    places = [torch.empty(0, dtype=torch.int64)]
     for box in boxes:
-        part = narrow_to_box(places, box.local_bounds)
-        for dim, (start, size) in enumerate(box.global_bounds):
-            trailing = [1] * (len(shape) - dim - 1)
-            numbers = torch.arange(start, start + size).view(-1, *trailing)
-            part += numbers * count_elements(shape[dim + 1 :])
-    return places
+        # A run goes through all dims after the last one that is partial here or in the whole.
+        inner = len(shape) - 1
+        while inner > 0 and box.local_bounds[inner][1] == local_shape[inner] == shape[inner]:
+            inner -= 1
+        for listed, sizes, bounds in (
+            (starts, local_shape, box.local_bounds),
+            (places, shape, box.global_bounds),
+        ):
+            numbers = torch.zeros((), dtype=torch.int64)
+            for dim, (start, size) in enumerate(bounds[: inner + 1]):
+                indices = torch.arange(start, start + (size if dim < inner else min(size, 1)))
+                numbers = numbers[..., None] + indices * count_elements(sizes[dim + 1 :])
+            listed.append(numbers.flatten())
+    ordered, order = torch.cat(starts).sort()
+    return PlaceTable(ordered, torch.cat(places)[order] - ordered)
 
 
 class PlaceNumbers(NamedTuple):
@@ -136,9 +167,8 @@ class PieceRounding:
     offset: int
     """Place of the piece's first element in the flattened local part."""
     num_elements: int
-    runs: PlaceRuns | None
-    all_places: Tensor | None
-    """int64, of the flattened local part; None if there are runs."""
+    runs: PlaceRuns | PlaceTable
+    """Places of the flattened local part."""
 
     def narrow(self, start: int, stop: int) -> PieceRounding:
         """Return the random numbers of elements of the flattened piece."""
@@ -152,20 +182,18 @@ class PieceRounding:
         """List the places of elements of the flattened piece, int32."""
         begin = self.offset + start
         end = self.offset + stop
-        if self.runs is None:
-            assert self.all_places is not None
-            places = self.all_places[begin:end].to(device)
-        else:
-            numbers = torch.arange(begin, end, device=device)
-            runs = numbers // self.runs.length
-            places = numbers + runs * (self.runs.distance - self.runs.length) + self.runs.first
+        if isinstance(self.runs, PlaceTable):
+            return self.runs.list_places(begin, end, device)
+        numbers = torch.arange(begin, end, device=device)
+        runs = numbers // self.runs.length
+        places = numbers + runs * (self.runs.distance - self.runs.length) + self.runs.first
         return places.to(torch.int32)  # wraps around
 
     def describe_rows(self, length: int) -> PlaceNumbers | None:
         """Describe the places by rows of `length` elements; None if they are not so regular."""
-        if self.runs is None:
-            return None
         runs = self.runs
+        if isinstance(runs, PlaceTable):
+            return None
         if self.offset + self.num_elements <= runs.length:
             return PlaceNumbers(_to_scalar(runs.first + self.offset))
         if self.offset % runs.length or runs.length % length:
@@ -183,7 +211,7 @@ def make_sample_places(shape: Sequence[int], *, has_one_run: bool) -> tuple[Plac
     length = rows * columns if has_one_run else 3 * columns
     runs = PlaceRuns(2**31 - 77, length, 7 * columns)
     key = _to_scalar(mix_number(1))
-    places = PieceRounding(key, 0, rows * columns, runs, None).describe_rows(columns)
+    places = PieceRounding(key, 0, rows * columns, runs).describe_rows(columns)
     assert places is not None
     return places, key
 
@@ -201,7 +229,7 @@ class StochasticRounding:
         self._parameters = parameters
         self._keys: dict[str, int] = {}
         """Keys of seed and parameter, to which an update adds its number."""
-        self._runs: dict[str, PlaceRuns | None] = {}
+        self._runs: dict[str, PlaceRuns | PlaceTable] = {}
 
     def compute_key(self, name: str, num_updates: int) -> Tensor:
         """Compute the key of a parameter's update (1 for the first), an int32 scalar on the
@@ -216,14 +244,13 @@ class StochasticRounding:
         """Return the random numbers of a piece's update (1 for the first)."""
         name = piece.name
         if name not in self._runs:
-            self._runs[name] = find_runs(*self._describe(name))
-        runs = self._runs[name]
+            described = self._describe(name)
+            self._runs[name] = find_runs(*described) or tabulate_places(*described)
         return PieceRounding(
             self.compute_key(name, num_updates),
             piece.first_element or 0,
             piece.local.numel(),
-            runs,
-            None if runs is not None else _list_places(*self._describe(name)).view(-1),
+            self._runs[name],
         )
 
     def _describe(self, name: str) -> tuple[Sequence[int], Sequence[int], Sequence[ParameterBox]]:

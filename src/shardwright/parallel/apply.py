@@ -56,6 +56,7 @@ from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_operands import fill_operands
 from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.numerics import get_local_tensor
 from shardwright.numerics.function_compiler import compile_function, request_exact_rounding
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
@@ -74,7 +75,7 @@ from shardwright.parallel.offloaded_weights import (
     drop_zero_shards,
     find_shard_groups,
 )
-from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import UnitReduction, store_shards

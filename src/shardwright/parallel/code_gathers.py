@@ -38,7 +38,7 @@ from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.gathered_weight import GatheredWeight, list_sent_parts
 from shardwright.model.products.operand import get_widest_blocks, limit_rows, quantise
 from shardwright.model.products.scaled_product import ScaledProducts
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel.sharded_weights import list_parameter_groups
 from shardwright.placement import has_whole_block_shards
 from shardwright.plans import Plan

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.optim.sharded_optimizer import GradientListener, get_local_tensor
+from shardwright.numerics import get_local_tensor
+from shardwright.optim.sharded_optimizer import GradientListener
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from shardwright.layout import (
     compute_local_boxes,
 )
 from shardwright.model.decoder import Decoder
-from shardwright.numerics import GradientSquares, sum_gradient_squares
-from shardwright.optim.sharded_optimizer import get_local_tensor as get_local_tensor
+from shardwright.numerics import GradientSquares, get_local_tensor, sum_gradient_squares
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
 from shardwright.parallel.fsdp import EarlyGathers
 from shardwright.parallel.gradient_reduction import (

@@ -24,7 +24,7 @@ from shardwright.layout import Layout, ParameterLayout, compute_local_boxes
 from shardwright.model.block import Block
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, SliceReader
 from shardwright.model.decoder import Decoder
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel.offloaded_weights import TrainedShardStore
 
 

@@ -25,7 +25,7 @@ from shardwright.model.products.fp8 import Scaling, compute_block_maxima
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import get_widest_blocks, limit_rows
 from shardwright.model.products.scaled_product import ScaledProducts
-from shardwright.optim.sharded_optimizer import get_local_tensor
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel.mesh import Mesh
 
 MaximaAttribute = Literal["output_maxima", "input_gradient_maxima"]

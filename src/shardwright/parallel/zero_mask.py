@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import RecipeError
-from shardwright.parallel.parallel_model import ParallelModel, get_local_tensor
+from shardwright.numerics import get_local_tensor
+from shardwright.parallel.parallel_model import ParallelModel
 
 logger = logging.getLogger(__name__)
 

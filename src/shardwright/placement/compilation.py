@@ -23,6 +23,29 @@ class CompileChoice:
         return f"{'compiled' if self.is_compiled else 'not compiled'} (auto: {self.reason})"
 
 
+def choose_blocks(auto: CompileChoice, shape: ModelShape) -> CompileChoice:
+    """Choose for the blocks of a model; `auto` is the choice for those of our decoder."""
+    if not isinstance(shape, HFShape):
+        return auto
+    return CompileChoice(False, f"the model runs through transformers' {shape.class_name}")
+
+
+def check_blocks(setting: bool | Literal["auto"], shape: ModelShape) -> None:
+    """Refuse `model.compile: true` for blocks of a transformers class, which may not be compilable.
+
+    Raises:
+        RecipeError: the recipe compiles them.
+    """
+    if setting is True and isinstance(shape, HFShape):
+        raise RecipeError(
+            f"blocks of transformers' {shape.class_name} are not compiled",
+            field="model.compile",
+            got="true",
+            allowed="auto, false",
+            remedy="Remove the key",
+        )
+
+
 @dataclass(frozen=True)
 class PointwiseChoice:
     """Functions that a run takes; the reason is one clause for a person to read."""

@@ -81,8 +81,7 @@ class Candidate:
     """A layout with its batch arithmetic, precision, recomputation, optimizer and adapters.
 
     Under pp the micro-batches of the schedule are the accumulation steps. `document_tokens` is
-    the mean length of the documents of packed rows, if the attention kernel skips tokens of
-    other documents. None means one document per row.
+    the mean length of packed documents, if the attention kernel skips others. None: one per row.
     """
 
     layout: Layout
@@ -139,6 +138,8 @@ class Candidate:
     """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:
     all layers."""
     loss_chunk_tokens: int | None = 1024
+    has_liger_loss: bool = False
+    """True if Liger's kernel computes the loss; predicted as chunks of `loss_chunk_tokens`."""
     is_loss_chunk_auto: bool = False
     """True if a run on a GPU may take more than `loss_chunk_tokens` (`planner.memory_settings`)."""
     is_read_ahead_auto: bool = False
@@ -206,9 +207,8 @@ class Candidate:
     @property
     def optimizer_tier(self) -> OffloadTier:
         """Value of `offload.optimizer` in a recipe."""
-        return next(
-            (tier for tier, kind in OPTIMIZER_OFFLOADS.items() if kind == self.offload), "none"
-        )
+        tiers = {kind: tier for tier, kind in OPTIMIZER_OFFLOADS.items()}
+        return tiers.get(self.offload, "none")
 
     @property
     def read_ahead_bytes(self) -> int:

@@ -78,7 +78,12 @@ def _explain_settings(
         return None
     candidate = chosen.candidate
     lean = predictor.predict(reset_memory_settings(candidate, problem.template))
-    settings = [f"the loss in chunks of {candidate.loss_chunk_tokens:,} tokens"]
+    chunks = f"chunks of {candidate.loss_chunk_tokens:,} tokens"
+    settings = [
+        f"the loss by Liger's kernel (predicted as {chunks})"
+        if candidate.has_liger_loss
+        else f"the loss in {chunks}"
+    ]
     if candidate.has_working_weights:
         settings.append("copies of weights in the compute precision")
     if candidate.read_ahead_bytes:

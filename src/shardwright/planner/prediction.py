@@ -231,6 +231,7 @@ class Prediction:
             "activation_offload": candidate.activation_offload,
             "reference": candidate.reference,
             "compile": candidate.compile,
+            "loss_kernel": "liger" if candidate.has_liger_loss else "chunked",
             "loss_chunk_tokens": candidate.loss_chunk_tokens,
             "working_weights": candidate.has_working_weights,
             "read_ahead_bytes": candidate.read_ahead_bytes,

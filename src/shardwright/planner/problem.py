@@ -138,6 +138,7 @@ def build_template(
         has_masked_kernels=recipe.run.device != "cpu",
         document_tokens=training.sequence_length if recipe.data.packing == "documents" else None,
         loss_chunk_tokens=recipe.model.smallest_loss_chunk,
+        has_liger_loss=recipe.model.loss_kernel == "liger",
         is_loss_chunk_auto=recipe.model.has_auto_loss_chunk,
         reference=_choose_reference(recipe, adapter),
     )

@@ -34,18 +34,23 @@ class ScalePoint:
 
 
 def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
-    """Return the cluster with `num_gpus` devices: part of a node, or whole nodes.
+    """Return the cluster with `num_gpus` devices: part of a node, or whole nodes. CPU ranks of this
+    machine share it, however many they are.
 
     Raises:
         LayoutError: the number is not a multiple of a node's devices.
     """
-    if num_gpus <= cluster.gpus_per_node:
-        accelerator = cluster.accelerator
-        if cluster.num_host_cores is not None:
-            accelerator = divide_host(accelerator, num_gpus / cluster.gpus_per_node)
+    if cluster.num_host_cores is not None:
+        share = num_gpus / cluster.gpus_per_node
         return replace(
             cluster,
-            accelerator=accelerator,
+            accelerator=divide_host(cluster.accelerator, share),
+            gpus_per_node=num_gpus,
+            domain_size=num_gpus,
+        )
+    if num_gpus <= cluster.gpus_per_node:
+        return replace(
+            cluster,
             gpus_per_node=num_gpus,
             num_nodes=1,
             domain_size=min(cluster.domain_size, max(1, num_gpus)),
@@ -100,7 +105,9 @@ def find_min_gpus(
     facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, problem: PlanningProblem
 ) -> Prediction | None:
     """Return the prediction for the first doubling of the devices on which a layout fits, or
-    None."""
+    None. More CPU ranks of this machine have no more memory."""
+    if cluster.num_host_cores is not None:
+        return None
     num_gpus = problem.num_gpus
     while num_gpus < _MAX_GPUS:
         num_gpus *= 2

@@ -18,9 +18,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from shardwright.numerics import get_local_tensor
 
 _PACKAGE = "shardwright"
 _STAND_INS = f"{_PACKAGE}.rehearsal.fake_"
@@ -157,9 +158,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         return device.type == self._device_type
 
     def _track_tensor(self, tensor: Tensor, func: Any) -> int:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
-        storage = tensor.untyped_storage()
+        storage = get_local_tensor(tensor).untyped_storage()
         known = self._keys.get(storage)
         if known is not None:
             return known

@@ -19,12 +19,11 @@ from shardwright.data.loader import MicroBatch, read_step_micro_batches
 from shardwright.layout import RankGrid
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.pointwise.operators import differentiate_token_losses
-from shardwright.numerics import ChunkedLoss, LossScaler
+from shardwright.numerics import ChunkedLoss, LossScaler, get_local_tensor
 from shardwright.offload import ParameterOffload, WeightOffload
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
 from shardwright.parallel.experts.padded_exchange import find_padded_exchange
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.step import StepLoss, accumulate_gradients, update_parameters
 from shardwright.verification.comparison import (

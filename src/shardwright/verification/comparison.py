@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import Layout
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel import ParallelModel
 from shardwright.parallel.gradient_reduction import narrow_to_box
-from shardwright.parallel.parallel_model import get_local_tensor
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 NEARLY_ZERO_SHARE = 1e-8

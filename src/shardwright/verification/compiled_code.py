@@ -18,7 +18,13 @@ from shardwright.numerics.compilation import (
     compiles_wide_attention,
     find_compiler_obstacle,
 )
-from shardwright.placement.compilation import CompileChoice, PointwiseChoice, choose_pointwise
+from shardwright.placement.compilation import (
+    CompileChoice,
+    PointwiseChoice,
+    check_blocks,
+    choose_blocks,
+    choose_pointwise,
+)
 from shardwright.verification.cases import VerificationDtype
 from shardwright.verification.comparison import ComparisonResult
 
@@ -60,17 +66,9 @@ def choose_compiled_code(
     obstacle = find_compiler_obstacle(_CPU)
     if auto.is_compiled and obstacle is not None:
         auto = CompileChoice(False, obstacle)
-    if isinstance(shape, HFShape):
-        auto = CompileChoice(False, f"the model runs through transformers' {shape.class_name}")
+    auto = choose_blocks(auto, shape)
     setting = recipe.model.compile
-    if isinstance(shape, HFShape) and setting is True:
-        raise RecipeError(
-            f"blocks of transformers' {shape.class_name} are not compiled",
-            field="model.compile",
-            got="true",
-            allowed="auto, false",
-            remedy="Remove the key",
-        )
+    check_blocks(setting, shape)
     is_compiled = auto.is_compiled if setting == "auto" else setting
     pointwise = choose_pointwise(
         recipe.model.fused_pointwise,
@@ -95,7 +93,12 @@ def choose_compiled_code(
         if setting == "auto" and not isinstance(shape, HFShape):
             reason += "; add --set model.compile=true for a run that compiles them"
         return CompiledCode((), reason, pointwise)
-    reason = f"auto: {auto.reason}" if setting == "auto" else "model.compile: true"
+    reason = "model.compile: true"
+    if setting == "auto":
+        reason = (
+            f"auto: {auto.reason}; every comparison takes many times as long: add --set "
+            "model.compile=false for one of the layout alone"
+        )
     if "float64" in dtypes and not compiles_wide_attention():
         reason = f"torch {torch.__version__} cannot compile fp64 attention for a CPU"
         narrow = tuple(dtype for dtype in dtypes if dtype != "float64")

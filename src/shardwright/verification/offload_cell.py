@@ -16,10 +16,10 @@ from torch import Tensor
 
 from shardwright.config.offload import NOT_OFFLOADED, OffloadSection
 from shardwright.layout import Layout
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import ParameterOffload, offload_optimizer
 from shardwright.optim import build_optimizer, collect_optimizer_moments
 from shardwright.optim.sharded_optimizer import UpdateByPiece
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.plans import Plan
 from shardwright.training.moment_offload import overlap_update
 from shardwright.training.setup import offload_activations, offload_weights

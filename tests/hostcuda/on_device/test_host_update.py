@@ -19,11 +19,11 @@ from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
 from shardwright.errors import RecipeError
 from shardwright.layout import Layout, RankGrid
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer, offload_optimizer
 from shardwright.offload.host_update import HostUpdate
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
 from shardwright.parallel.gradient_watch import GradientWatch
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
 from shardwright.training.step import accumulate_gradients, update_parameters

@@ -15,9 +15,9 @@ from torch import Tensor
 from shardwright.config.offload import OffloadSection
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import weight_store
 from shardwright.offload.weight_offload import build_weight_offload
-from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.training.setup import offload_activations
 from shardwright.training.step import accumulate_gradients
 from shardwright.verification.rank_pool import RankPool

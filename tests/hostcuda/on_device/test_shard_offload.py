@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.layout import Layout
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer, ShardOffload, offload_optimizer
 from shardwright.offload.parameter_offload import build_parameter_offload
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.optim import build_optimizer, collect_optimizer_moments
-from shardwright.optim.sharded_optimizer import get_local_tensor
 from shardwright.parallel import sharded_weights
 from shardwright.training.step import accumulate_gradients, update_parameters
 from shardwright.verification.rank_pool import RankPool

@@ -18,10 +18,10 @@ from shardwright.model.block import Block
 from shardwright.model.moe import MixtureOfExperts
 from shardwright.model.products.row_copies import RowCopies
 from shardwright.model.routing import RouterTotals, RoutingContext
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel import ParallelModel, apply
 from shardwright.parallel.experts import expert_parallel, row_exchange, token_exchange
 from shardwright.parallel.experts.expert_parallel import TokenDispatcher
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.training import step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import types
@@ -24,6 +25,8 @@ from shardwright.audit.recorder import (
     strip_wrappers,
 )
 from shardwright.cli.main import run as shardwright
+from shardwright.optim.local_updates import AdamW
+from shardwright.optim.sharded_optimizer import DeviceFactor
 from tests.unit.audit.simulated_trainer import build_initial_model
 
 
@@ -359,3 +362,22 @@ def test_gradients_that_the_optimizer_s_closure_computes_are_recorded(tmp_path: 
     for name, gradient in computed.items():
         assert torch.equal(record.join("gradient", name)[0], gradient)
     assert record.values["applied_scales"]
+
+
+@pytest.mark.parametrize("factor", [0.5, math.nan])
+def test_an_update_that_the_device_skips_is_not_recorded(tmp_path: Path, factor: float) -> None:
+    model = build_initial_model("llama", 0)
+    optimizer = AdamW(list(model.named_parameters()), lr=0.1, fused=True)
+    ids = torch.arange(8).view(1, 8)
+    with Recorder(tmp_path).record_step(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.device_factor = DeviceFactor.from_value(torch.tensor(factor))
+        optimizer.step()
+    values = load_step(tmp_path).values
+    assert values["squared_gradient_norms"]
+    if math.isnan(factor):
+        assert (values["optimizers"], values["applied_scales"]) == ([], {})
+    else:
+        assert list(values["applied_scales"].values()) == pytest.approx(
+            [factor] * len(values["parameters"])
+        )

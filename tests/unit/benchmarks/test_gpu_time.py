@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +153,10 @@ def test_results_of_other_code_are_not_current(
     (tmp_path / "timed").mkdir()
     (tmp_path / "timed/a.py").write_text("1")
     step = replace(make_step("one", 50), code=("timed",))
-    outcomes = {"one": {"status": "passed", "seconds": 7.0, "code": gpu_order.hash_code(step)}}
+    options = gpu_order.list_options(step.command)
+    code = gpu_order.hash_code(step)
+    passed = {"status": "passed", "seconds": 7.0, "code": code, "options": options}
+    outcomes: dict[str, dict[str, Any]] = {"one": passed}
     assert gpu_order.has_current_result(step, outcomes)
     assert gpu_order.estimate_seconds(step, outcomes) == 7.0
     other = make_step("other", 20)
@@ -163,6 +168,43 @@ def test_results_of_other_code_are_not_current(
     outcomes["one"] |= {"status": "timed out", "seconds": 90.0}
     assert gpu_order.estimate_seconds(step, outcomes) == 90.0
     assert gpu_order.estimate_seconds(step, {}) == 50.0
+
+
+def test_a_whole_step_answers_for_the_shortened_one_but_not_the_reverse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_step("one", 50)
+    command = (*whole.command, "--shortened")
+    shortened = replace(whole, command=command, whole_command=whole.command)
+    earlier, later, out = (tmp_path / name for name in ("earlier", "later", "out"))
+    run(monkeypatch, earlier, [whole])
+    published = json.loads((earlier / "gpu.json").read_text())
+    published["steps"][0]["result"] = {"contenders": 3}
+    for folder in (earlier, later):
+        results = run(monkeypatch, folder, [shortened])
+        assert results["one"]["options"][-1] == ("{out}" if folder == earlier else "--shortened")
+    for step, folder, is_current in (
+        *((whole, earlier, True), (shortened, earlier, True)),
+        *((whole, later, False), (shortened, later, True)),
+    ):
+        outcomes = gpu_parts.read_last_outcomes(folder, [step])
+        assert gpu_order.has_current_result(step, outcomes) == is_current
+        assert gpu_parts.has_passed(folder, step) == is_current
+    assert gpu_order.has_current_result(shortened, results)
+    assert not gpu_order.has_current_result(whole, results)
+    estimate = gpu_order.estimate_seconds
+    assert estimate(whole, {"one": {"options": [], "status": "passed", "seconds": 7.0}}) == 50.0
+    # A published result is replaced by a shortened one unless it is of the same code.
+    for code, expected in ((published["steps"][0]["code"], {"contenders": 3}), ("other", {})):
+        content = copy.deepcopy(published)
+        content["steps"][0]["code"] = code
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(later, out)
+        gpu_parts.restore_results(content, out, [whole])
+        gpu_parts.write_results(out, [whole])
+        assert json.loads((out / "gpu.json").read_text())["steps"][0]["result"] == expected
+    gpu_parts.restore_results(json.loads((later / "gpu.json").read_text()), tmp_path / "x", [whole])
+    assert not gpu_parts.has_passed(tmp_path / "x", whole)
 
 
 def test_kernels_are_compiled_several_at_a_time_while_tests_run(

@@ -11,7 +11,13 @@ from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.hardware.host_cpu import guess_host
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.cluster_choice import choose_cluster
-from shardwright.planner.problem import choose_precision_on
+from shardwright.planner.problem import build_problem, build_template, choose_precision_on
+from shardwright.planner.scaling import find_min_gpus
+from tests.unit.planner.test_memory_settings import (
+    LLAMA3_12_LAYERS,
+    build_predictor,
+    build_recipe,
+)
 
 
 def guess(monkeypatch: pytest.MonkeyPatch, node: str, num_cores: float, *, bf16: bool) -> Cluster:
@@ -40,10 +46,24 @@ def test_ranks_have_equal_shares_of_cores_and_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_resized_cluster_shares_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     four = guess(monkeypatch, "4xcpu", 8, bf16=False)
-    two = guess(monkeypatch, "2xcpu", 8, bf16=False)
-    resized = build_cluster(ClusterSection(node="4xcpu"), 2)
-    assert resized.accelerator == two.accelerator
-    assert resized.gpus_per_node == 2
+    # More ranks share it too: they need no multiple of four, and have no further memory.
+    for count in (2, 6, 8):
+        resized = build_cluster(ClusterSection(node="4xcpu"), count)
+        expected = guess(monkeypatch, f"{count}xcpu", 8, bf16=False)
+        assert (resized.gpus_per_node, resized.num_nodes) == (count, 1)
+        assert resized.domain_size == count
+        rank = resized.accelerator
+        assert rank.memory_bytes == expected.accelerator.memory_bytes
+        assert rank.peak_flops_per_second == pytest.approx(
+            expected.accelerator.peak_flops_per_second
+        )
+    small = LLAMA3_12_LAYERS | {"num_hidden_layers": 1, "vocab_size": 1000}
+    recipe = build_recipe(
+        model={"config": small}, training={"sequence_length": 64, "global_batch_size": 8}
+    )
+    predictor = build_predictor(recipe, four)
+    problem = build_problem(recipe, build_template(recipe), 4)
+    assert find_min_gpus(predictor.facts, four, predictor.efficiency, problem) is None
     assert four.rates_source == "guessed from the 8 cores of this machine"
     assert choose_cluster(Recipe.model_construct(cluster=None), "4xcpu") == four
 

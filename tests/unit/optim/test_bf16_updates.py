@@ -5,6 +5,7 @@ bits in one compiled pass.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from shardwright.numerics.function_compiler import FunctionCompiler
 from shardwright.optim import bf16_updates, build_optimizer, collect_optimizer_tensors
 from shardwright.optim.sharded_optimizer import ParameterPiece
 from shardwright.optim.stochastic_rounding import (
+    PlaceTable,
     StochasticRounding,
     draw_bits,
     find_runs,
     round_to_bf16,
+    tabulate_places,
 )
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
 
@@ -265,6 +268,25 @@ def test_pieces_are_rounded_as_the_whole(rule: str) -> None:
     assert torch.equal(parameter.detach(), expected)
 
 
+@pytest.mark.parametrize("name", sorted(IRREGULAR))
+def test_places_of_irregular_parts_are_tabulated_once_by_runs(name: str) -> None:
+    shape, boxes = CASES[name]
+    whole = torch.arange(math.prod(shape)).view(shape)
+    expected = take_part(whole, boxes).view(-1)
+    local = torch.zeros(len(expected)).view(take_part(whole, boxes).shape)
+    model = Model(shape, *(ParameterBox(*pair) for pair in boxes))
+    rounding = StochasticRounding(0, model, {"weight": local})
+    piece = ParameterPiece("weight", local, local, {}, {})
+    prepared = rounding.prepare(piece, 1)
+    for begin, end in ((0, len(expected)), (7, 8), (40, 500), (5, 5)):
+        places = prepared.list_places(begin, end, CPU)
+        assert torch.equal(places, expected[begin:end].int()), (begin, end)
+    runs = rounding.prepare(piece, 2).runs
+    assert runs is prepared.runs
+    assert isinstance(runs, PlaceTable)
+    assert len(runs.starts) == {"all dims": 16, "sections": 2, "columns of sections": 64}[name]
+
+
 def test_places_beyond_32_bits_wrap_around() -> None:
     shape = (1 << 20, 1 << 14)
     box = ParameterBox(((0, 2), (0, 1 << 13)), (((1 << 20) - 2, 2), (1 << 13, 1 << 13)))
@@ -276,6 +298,8 @@ def test_places_beyond_32_bits_wrap_around() -> None:
     assert rows is not None
     places = bf16_updates.compute_places(rows, (local.numel() // 64, 64), CPU)
     assert torch.equal(places.view(-1), prepared.list_places(0, local.numel(), CPU))
+    table = tabulate_places(local.shape, shape, [box])
+    assert torch.equal(places.view(-1), table.list_places(0, local.numel(), CPU))
     first = ((1 << 20) - 2 << 14) + (1 << 13)
     assert int(places[0, 0]) & 0xFFFFFFFF == first & 0xFFFFFFFF
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwright.optim import local_updates
+from shardwright.optim.sharded_optimizer import ParameterPiece, scale_gradients
 
 SHAPES = ((7, 5), (6,), (3, 2, 2))
 RULES: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -80,3 +81,11 @@ def test_updates_of_sharded_parameters_are_bit_equal_to_torchs(
             if value is not None and value.ndim:
                 assert isinstance(states[0][key], DTensor)
                 assert torch.equal(states[0][key].to_local(), value)
+
+
+def test_a_factor_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    gradient = torch.randn(512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = (gradient.double() * torch.tensor(0.37)).bfloat16()
+    piece = ParameterPiece("weight", gradient, gradient.clone(), {}, {})
+    scale_gradients([piece], 0.37)
+    assert torch.equal(piece.gradient, expected)

@@ -119,8 +119,16 @@ def test_listed_layouts_are_ordered_with_the_settings_of_a_run() -> None:
         assert each.candidate.compile
     line = next(each for each in result.explanation if "blocks compiled" in each)
     assert result.chosen is not None
-    assert f"{result.chosen.candidate.loss_chunk_tokens:,} tokens" in line
+    assert f"the loss in chunks of {result.chosen.candidate.loss_chunk_tokens:,} tokens" in line
     assert result.chosen in result.predictions
+
+
+def test_a_plan_with_ligers_loss_names_no_chunks_of_ours() -> None:
+    result = plan("1xH200", model={"loss_kernel": "liger"})
+    line = next(each for each in result.explanation if "blocks compiled" in each)
+    assert "the loss by Liger's kernel (predicted as chunks of 1,024 tokens)" in line
+    assert result.chosen is not None
+    assert result.chosen.as_dict()["loss_kernel"] == "liger"
 
 
 def test_settings_change_the_order_of_layouts() -> None:

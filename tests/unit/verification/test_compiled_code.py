@@ -12,8 +12,10 @@ from tests.unit.model.hf_models import HF_CONFIGS
 from shardwright.architecture import read_config
 from shardwright.config.model import ModelSection
 from shardwright.errors import RecipeError
+from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.placement.compilation import CompileChoice
+from shardwright.training.checks.model_checks import check_hf_model
 from shardwright.verification import compiled_code
 from shardwright.verification.cases import VERIFICATION_DTYPES
 from shardwright.verification.compiled_code import (
@@ -43,7 +45,12 @@ def choose(**model: Any) -> CompiledCode:
     [
         (True, False, "blocks compiled: yes (model.compile: true)"),
         (False, True, "blocks compiled: no (model.compile: false)"),
-        ("auto", True, "blocks compiled: yes (auto: the device is CUDA's)"),
+        (
+            "auto",
+            True,
+            "blocks compiled: yes (auto: the device is CUDA's; every comparison takes many times "
+            "as long: add --set model.compile=false for one of the layout alone)",
+        ),
         ("auto", False, "blocks compiled: no (auto: the device is a CPU; add --set model.compile"),
     ],
 )
@@ -92,9 +99,18 @@ def test_blocks_of_transformers_classes_are_refused_before_ranks_start() -> None
     config = HF_CONFIGS["opt"]
     shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
     recipe = build_recipe(config, model={"compile": True})
-    with pytest.raises(RecipeError, match="OPTForCausalLM are not compiled") as caught:
-        choose_compiled_code(recipe, shape, VERIFICATION_DTYPES)
-    assert caught.value.field == "model.compile"
+    with torch.device("meta"):
+        decoder = build_decoder(shape)
+    for refuse in (
+        lambda: choose_compiled_code(recipe, shape, VERIFICATION_DTYPES),
+        lambda: check_hf_model(recipe, shape),
+        decoder.compile_blocks,
+    ):
+        with pytest.raises(
+            RecipeError,
+            match=r"model.compile: blocks of transformers' OPTForCausalLM are not compiled",
+        ):
+            refuse()
 
 
 def test_blocks_that_were_not_compiled_fail() -> None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright.architecture import AdapterShape, HFShape, ModelShape
 from shardwright.config.data import IGNORED_LABEL
 from shardwright.config.model import AttentionSetting
-from shardwright.errors import ArchitectureError, RecipeError
+from shardwright.errors import ArchitectureError
 from shardwright.model.block import RecomputeRunner
 from shardwright.model.decoder import Decoder
 from shardwright.model.document_rows import split_documents
@@ -31,6 +31,7 @@ from shardwright.model.head import LossFunction, RowLoss
 from shardwright.model.hf.hf_module import build_hf_module
 from shardwright.model.products.linear import Linear
 from shardwright.model.routing import ExpertRules
+from shardwright.placement.compilation import check_blocks
 
 
 def build_decoder(
@@ -142,17 +143,8 @@ class HFDecoder(Decoder):
         self._recompute_runner = run
 
     def compile_blocks(self, **options: Any) -> None:
-        """Refuse to compile: a block of a transformers class may not be compilable.
-
-        Raises:
-            RecipeError: always.
-        """
-        raise RecipeError(
-            f"blocks of transformers' {self._hf_shape.class_name} are not compiled",
-            field="model.compile",
-            got=True,
-            allowed="false",
-        )
+        """Refuse to compile (`check_blocks`)."""
+        check_blocks(True, self.shape)
 
     def train(self, mode: bool = True) -> HFDecoder:
         """Set training or evaluation mode of the class too."""

@@ -12,6 +12,7 @@ from shardwright.model.forward_context import choose_layer_kernels
 from shardwright.numerics.compilation import compiles_wide_attention
 from shardwright.numerics.compiled_casts import rounds_casts_on_cpu
 from shardwright.numerics.precision import resolve_dtypes
+from shardwright.placement.compilation import check_blocks
 from shardwright.plans import Plan
 
 
@@ -70,13 +71,9 @@ def check_hf_model(recipe: Recipe, shape: ModelShape) -> None:
     """Raise for settings that transformers' own model code does not support."""
     if not isinstance(shape, HFShape):
         return
+    check_blocks(recipe.model.compile, shape)
     by_class = [spec.name for spec in shape.list_parameters() if isinstance(spec.init, HFClassInit)]
     refusals = {
-        "model.compile": (
-            recipe.model.compile is True,
-            "its blocks cannot be compiled",
-            "Remove it",
-        ),
         "model.attention": (
             recipe.model.attention not in ("auto", "explicit"),
             "its class chooses the kernel",

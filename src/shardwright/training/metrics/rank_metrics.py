@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwright.layout import RankGrid
+from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer
 from shardwright.parallel.clock_sync import SharedClock
 from shardwright.parallel.comm_timing import PARALLELISMS, CommunicationTimer, use_timer
-from shardwright.parallel.parallel_model import get_local_tensor
 from shardwright.telemetry.event_logger import EventLogger
 from shardwright.telemetry.sensors import SensorReading, open_sensor
 from shardwright.training.metrics.profiling import StepProfiler
