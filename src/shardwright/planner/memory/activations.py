@@ -111,7 +111,8 @@ def get_layer_activations(
         candidate.has_wide_products,
         candidate.has_fused_functions,
         candidate.compile,
-        candidate.adapted_roles,
+        candidate.adapter,
+        candidate.has_bf16_masters,
         candidate.expert_load,
         candidate.engine,
         layout.ep > 1,
@@ -120,9 +121,14 @@ def get_layer_activations(
         candidate.is_deferring,
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
-        candidate.adapter is None or candidate.adapter.quantised,
         candidate.scaled_shares
-        and (candidate.scaled_shares, layout.fsdp, layout.ep, candidate.gathers_each_pass),
+        and (
+            candidate.scaled_shares,
+            layout.fsdp,
+            layout.ep,
+            candidate.gathers_each_pass,
+            candidate.parameter_offload,
+        ),
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
