@@ -305,3 +305,16 @@ def test_garbage_collection_is_enabled_after_a_search() -> None:
     assert gc.isenabled()
     search_layouts(predictor, PlanningProblem(Candidate(Layout(), 128), 4, 8))
     assert gc.isenabled()
+
+
+def test_a_search_does_not_depend_on_earlier_ones() -> None:
+    """Bounds by simulated schedules are those of the search itself."""
+    facts = ModelFacts(models.read_shape("llama"))
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 16)
+    cluster = models.make_cluster(4, per_node=1)
+    first, second = (
+        search_layouts(Predictor(facts, cluster, SMALL), problem, max_extra_expansions=20)
+        for _ in range(2)
+    )
+    assert any(each.candidate.layout.pp > 1 for each in first.predictions)
+    assert second == first

@@ -47,7 +47,6 @@ from shardwright.planner.search.space import (
     ShardingChoice,
 )
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
-from shardwright.planner.time.pipeline_simulation import is_simulated
 from shardwright.planner.time.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 200
@@ -394,7 +393,8 @@ class _LayoutSearch:
         if candidate.layout.pp > 1 and self._heap:
             # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (
-                self.predictor.bound_pass_seconds(candidate, chosen.costs) + exposed_seconds
+                self.predictor.bound_pass_seconds(candidate, chosen.costs, self.costs.simulations)
+                + exposed_seconds
             ) * self._straggler_factor + self._fixed_seconds
             if seconds > self._heap[0][0]:
                 self._push_at(seconds, chosen.degrees, expand)
@@ -409,9 +409,9 @@ class _LayoutSearch:
         if (
             self._heap
             and not is_bounded
-            and is_simulated(self.predictor.get_pipeline_stages(candidate))
+            and self.costs.simulations.has_schedule(self.predictor.get_pipeline_stages(candidate))
         ):
-            seconds = self.predictor.bound_step_seconds(candidate, costs)
+            seconds = self.predictor.bound_step_seconds(candidate, costs, self.costs.simulations)
             if seconds > self._heap[0][0]:
                 self._push_at(
                     seconds,
@@ -425,7 +425,9 @@ class _LayoutSearch:
         if not self._has_capacity_for(memory.total):
             return
         self.result.num_predicted += 1
-        prediction = self.predictor.predict(candidate, memory, costs)
+        prediction = self.predictor.predict(
+            candidate, memory, costs, self.costs.simulations.simulate
+        )
         known = self._predicted.get(build_layout_key(candidate))
         if known is None or prediction.time.step < known.time.step:
             self._predicted[build_layout_key(candidate)] = prediction

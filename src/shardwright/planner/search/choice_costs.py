@@ -26,6 +26,7 @@ from shardwright.planner.search.state import (
     build_pipeline_options,
 )
 from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.pipeline_simulation import SimulationHistory
 from shardwright.planner.time.step_costs import LayerCosts
 
 
@@ -40,6 +41,7 @@ class ChoiceCosts:
         self.space = space
         shares = problem.template.quantised_shares
         self._has_spanning_scales = shares is not None and shares.spanning is not None
+        self.simulations = SimulationHistory()
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
