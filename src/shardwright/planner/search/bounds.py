@@ -139,6 +139,9 @@ class DataTrafficBound:
         self._forward_weight_seconds, self._backward_weight_seconds = (
             tuple(pair[direction] for pair in step.weight_seconds) for direction in (0, 1)
         )
+        # Waits for offloaded tensors depend on the micro-batch; all traffic may overlap with them.
+        has_waits = not candidate.activation_offload == candidate.parameter_offload == "none"
+        self._wait_seconds = float("inf") if has_waits else 0.0
         self._weight_seconds = sum(map(mul, map(sum, step.weight_seconds), min_layers))
         self._update_seconds = compute_update_seconds(
             count_updated_elements(step, load), candidate, step.rates
@@ -152,11 +155,15 @@ class DataTrafficBound:
 
         Traffic overlaps with the passes, which moving weights makes longer.
         """
-        forward = bound.forward_seconds + _sum_layer_seconds(
-            self._forward_weight_seconds, bound.max_layers
+        forward = (
+            self._wait_seconds
+            + bound.forward_seconds
+            + _sum_layer_seconds(self._forward_weight_seconds, bound.max_layers)
         )
-        backward = bound.backward_seconds + _sum_layer_seconds(
-            self._backward_weight_seconds, bound.max_layers
+        backward = (
+            self._wait_seconds
+            + bound.backward_seconds
+            + _sum_layer_seconds(self._backward_weight_seconds, bound.max_layers)
         )
         exposed, _ = overlap_traffic(
             self._candidate, self._network, self._traffic, num_micro_batches, forward, backward

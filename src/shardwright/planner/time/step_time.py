@@ -211,8 +211,10 @@ def _compute_rank_parts(
     traffic = NO_TRAFFIC
     for passes in stages:
         traffic = traffic.add(passes.traffic_forward).add(passes.traffic_backward)
+    waits = [sum(waits) for waits in zip(*(passes.offload_waits for passes in stages), strict=True)]
     load = pipeline.build_rank_load(rank)
-    exposed, hidden = compute_data_seconds(costs, load, forward, backward)
+    # The network is also free while a layer waits for its offloaded tensors.
+    exposed, hidden = compute_data_seconds(costs, load, forward + waits[0], backward + waits[1])
     num_elements = count_updated_elements(costs, load)
     slowdown = costs.network.efficiency.contention * hidden
     return TimeParts(
@@ -221,7 +223,7 @@ def _compute_rank_parts(
         context=num_micro_batches * traffic.context,
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
-        offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
+        offload=num_micro_batches * sum(waits),
         optimizer=_compute_update_seconds(costs, load, num_elements, forward, backward)
         + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
