@@ -216,9 +216,10 @@ def _compute_rank_parts(
     # The network is also free while a layer waits for its offloaded tensors.
     exposed, hidden = compute_data_seconds(costs, load, forward + waits[0], backward + waits[1])
     num_elements = count_updated_elements(costs, load)
-    slowdown = costs.network.efficiency.contention * hidden
+    compute = num_micro_batches * (forward + backward)
+    slowdown = costs.network.efficiency.contention * min(hidden, compute)
     return TimeParts(
-        compute=num_micro_batches * (forward + backward),
+        compute=compute,
         tensor=num_micro_batches * traffic.tensor,
         context=num_micro_batches * traffic.context,
         expert=num_micro_batches * traffic.expert,
