@@ -40,7 +40,6 @@ from shardwright.planner.search.result import (
     measure_complexity,
 )
 from shardwright.planner.search.space import (
-    CHEAPEST_EXECUTION,
     Degrees,
     PlanningProblem,
     SearchSpace,
@@ -216,7 +215,7 @@ class _LayoutSearch:
     def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
         """Return the minimum seconds of all variants, from the cost per row of the largest
         micro-batch."""
-        costs = self.costs.get_layer_costs(largest, CHEAPEST_EXECUTION)
+        costs = self.costs.get_min_layer_costs(largest)
         rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
         share = variants[0].micro_batch_size / largest.micro_batch_size
@@ -233,7 +232,7 @@ class _LayoutSearch:
         for degrees in variants:
             pipelines = self.costs.get_pipeline_options(degrees)
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
-                costs = self.costs.get_layer_costs(degrees, CHEAPEST_EXECUTION)
+                costs = self.costs.get_min_layer_costs(degrees)
                 min_seconds = min(
                     bounds.compute_seconds(costs, degrees.accumulation_steps)
                     for bounds in pipelines.distinct_bounds
