@@ -303,7 +303,7 @@ def _compute_update_seconds(
     )
     is_cpu = costs.network.cluster.accelerator.kind == "cpu"
     if not candidate.overlaps_update or (is_cpu and not is_on_disk):
-        return update_seconds  # memory of the host is a CPU's own: nothing is read ahead
+        return update_seconds  # a CPU overlaps transfers of disks only
     in_backward = is_cpu and is_updated_in_backward(candidate)
     hidden_seconds = (backward_seconds if in_backward else forward_seconds) / num_layers
     if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
