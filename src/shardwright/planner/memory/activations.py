@@ -95,7 +95,6 @@ def get_layer_activations(
         layout.cp,
         layout.sequence_parallel,
         layout.async_tensor_parallel,
-        candidate.num_expert_parts,
         layout.expert_dispatch,
         layout.expert_row_limit,
         layout.cp_method,
@@ -121,14 +120,9 @@ def get_layer_activations(
         candidate.is_deferring,
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
+        candidate.parameter_offload,
         candidate.scaled_shares
-        and (
-            candidate.scaled_shares,
-            layout.fsdp,
-            layout.ep,
-            candidate.gathers_each_pass,
-            candidate.parameter_offload,
-        ),
+        and (candidate.scaled_shares, layout.fsdp, layout.ep, candidate.gathers_each_pass),
     )
     cached = facts.activation_cache.get(key)
     if cached is None:
