@@ -15,9 +15,9 @@ from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
-from shardwright.planner.time.pipeline_simulation import bound_simulation, is_simulated
+from shardwright.planner.time.pipeline_simulation import SimulationHistory, simulate_pipeline
 from shardwright.planner.time.step_costs import LayerCosts, StepCosts
-from shardwright.planner.time.step_time import compute_stage_seconds, predict_time
+from shardwright.planner.time.step_time import Simulation, compute_stage_seconds, predict_time
 from shardwright.planner.uncertainty import load_error_spreads
 
 
@@ -131,26 +131,31 @@ class Predictor:
         )
         return max(loads, key=lambda parts: parts.total)
 
-    def bound_pass_seconds(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+    def bound_pass_seconds(
+        self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory
+    ) -> float:
         """Return minimum seconds of a step's passes, from earlier simulations of the schedule.
         0 if there are none."""
         pipeline = self.get_pipeline_stages(candidate)
-        if not is_simulated(pipeline):
+        if not simulations.has_schedule(pipeline):
             return 0.0
         facts = _get_facts(self.facts, candidate)
         costs = StepCosts(
             facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
         )
-        return bound_simulation(pipeline, *compute_stage_seconds(costs, pipeline))
+        return simulations.compute_bound(pipeline, *compute_stage_seconds(costs, pipeline))
 
-    def bound_step_seconds(self, candidate: Candidate, layer_costs: LayerCosts) -> float:
+    def bound_step_seconds(
+        self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory
+    ) -> float:
         """Return minimum seconds of the whole step, from earlier simulations of the
         schedule."""
         facts = _get_facts(self.facts, candidate)
         costs = StepCosts(
             facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
         )
-        return predict_time(costs, self.get_pipeline_stages(candidate), bound_simulation).step
+        pipeline = self.get_pipeline_stages(candidate)
+        return predict_time(costs, pipeline, simulations.compute_bound).step
 
     def compute_pass_seconds(self, candidate: Candidate) -> float:
         """Compute the seconds of one micro-batch through all stages, with the communication of
@@ -166,6 +171,7 @@ class Predictor:
         candidate: Candidate,
         memory: MemoryParts | None = None,
         layer_costs: LayerCosts | None = None,
+        simulation: Simulation = simulate_pipeline,
     ) -> Prediction:
         """Predict memory and time. Pass `compute_memory` and `compute_layer_costs` if they are
         already known."""
@@ -178,7 +184,7 @@ class Predictor:
         )
         flops = self.facts.compute_flops_per_token(tokens, is_frozen=candidate.adapter is not None)
         memory = memory or self.compute_memory(candidate, pipeline)
-        time = predict_time(costs, pipeline)
+        time = predict_time(costs, pipeline, simulation)
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwright.config.low_precision import FP8Section
 from shardwright.layout import Layout, RankGrid, compute_local_shape
 from shardwright.model.decoder import Decoder
 from shardwright.model.forward_context import build_forward_context
 from shardwright.placement import build_parameter_layouts, partition_stages
 from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
@@ -223,3 +225,35 @@ def test_larger_micro_batches_need_more_activation_memory(smaller: int, larger: 
     assert predict_activations(larger) == pytest.approx(
         predict_activations(smaller) * larger / smaller, rel=0.1
     )
+
+
+ADAPTED = Candidate(Layout(), 128, recompute="selective", adapter=LowRankAdapter(4))
+CODES = Candidate(
+    Layout(dp_shard=2, zero_stage=3),
+    128,
+    precision="fp8",
+    scaled_shares=build_scaled_shares(
+        models.read_shape("llama"), FP8Section(recipe="rowwise_with_gw_hp")
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "other"),
+    [
+        (ADAPTED, replace(ADAPTED, adapter=LowRankAdapter(64))),
+        (Candidate(Layout(), 128), Candidate(Layout(), 128, has_bf16_masters=True)),
+        (CODES, replace(CODES, parameter_offload="host")),
+    ],
+    ids=["rank", "bf16 weights", "offloaded weights"],
+)
+def test_cached_activations_are_those_of_the_same_settings(
+    candidate: Candidate, other: Candidate
+) -> None:
+    """Candidates of one model share a cache, as those of all plans of a process do."""
+    facts = ModelFacts(models.read_shape("llama"))
+    get_layer_activations(facts, facts.kinds[0], candidate)
+    cached = get_layer_activations(facts, facts.kinds[0], other)
+    alone = ModelFacts(models.read_shape("llama"))
+    assert cached == get_layer_activations(alone, alone.kinds[0], other)
+    assert cached != get_layer_activations(facts, facts.kinds[0], candidate)

@@ -147,6 +147,10 @@ def test_without_clipping_the_backward_pass_hides_the_update() -> None:
         needs_gradient_norm=False,
     )
     assert not offload_costs.is_updated_in_backward(replicas)  # DDP reduces in buckets of its own
+    # On a CPU only moments on disk are transferred while a pass runs.
+    on_host = build_template(build_recipe(offload={"optimizer": "host"}, training=training))
+    update_seconds = predictor.predict(on_host).time.optimizer
+    assert update_seconds == pytest.approx(STATE_BYTES / 25e9, rel=0.01)
 
 
 RATES = TierRates(

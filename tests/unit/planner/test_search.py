@@ -30,7 +30,7 @@ from shardwright.planner.search.result import (
     measure_complexity,
     select_simplest,
 )
-from shardwright.planner.search.space import CHEAPEST_EXECUTION, PlanningProblem, SearchSpace
+from shardwright.planner.search.space import ANY_EXECUTION, PlanningProblem, SearchSpace
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY
 from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.unit.planner import models
@@ -184,6 +184,30 @@ def test_the_search_finds_the_best_layouts(
         assert measure_complexity(result.chosen.candidate)[0] == simplest[0]
 
 
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"offload": "optimizer", "ahead_bytes": 2**30},
+        {"offload": "optimizer", "is_updated_on_host": True},
+        {"offload": "optimizer_disk", "activation_offload": "disk"},
+    ],
+    ids=["read ahead", "updated on the host", "on disk"],
+)
+def test_the_search_finds_the_best_layouts_with_offloading(offload: dict[str, Any]) -> None:
+    """Passes hide transfers, and waits for transfers hide communication."""
+    predictor = Predictor(
+        ModelFacts(models.read_shape("llama")), models.make_cluster(4, per_node=2), SMALL
+    )
+    problem = PlanningProblem(
+        Candidate(Layout(), 128, **offload), 4, 8, recompute_kinds=("none", "full")
+    )
+    truth = find_best_exhaustively(predictor, problem).values()
+    result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=10**9)
+    assert result.num_proven >= 8
+    fastest = sorted(prediction.time.step for prediction in truth)[:8]
+    assert [each.time.step for each in result.predictions[:8]] == pytest.approx(fastest, rel=1e-12)
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_costs_of_quantised_weights_are_those_of_each_sharding(
@@ -210,9 +234,9 @@ def test_costs_of_quantised_weights_are_those_of_each_sharding(
     space = SearchSpace(predictor.facts, larger, 4)
     costs = ChoiceCosts(predictor, larger, space)
     for degrees in chain.from_iterable(space.list_degrees()):
-        shared = costs.get_layer_costs(degrees, CHEAPEST_EXECUTION)
+        shared = costs.get_layer_costs(degrees, ANY_EXECUTION)
         for sharding in space.list_shardings(degrees):
-            candidate = space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding)
+            candidate = space.build_candidate(degrees, ANY_EXECUTION, sharding)
             assert vars(predictor.compute_layer_costs(candidate)) == vars(shared)
 
 
@@ -305,3 +329,16 @@ def test_garbage_collection_is_enabled_after_a_search() -> None:
     assert gc.isenabled()
     search_layouts(predictor, PlanningProblem(Candidate(Layout(), 128), 4, 8))
     assert gc.isenabled()
+
+
+def test_a_search_does_not_depend_on_earlier_ones() -> None:
+    """Bounds by simulated schedules are those of the search itself."""
+    facts = ModelFacts(models.read_shape("llama"))
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 16)
+    cluster = models.make_cluster(4, per_node=1)
+    first, second = (
+        search_layouts(Predictor(facts, cluster, SMALL), problem, max_extra_expansions=20)
+        for _ in range(2)
+    )
+    assert any(each.candidate.layout.pp > 1 for each in first.predictions)
+    assert second == first

@@ -182,6 +182,48 @@ def test_parts_add_up_to_the_step_without_hidden_traffic() -> None:
     assert time.context == time.expert == 0.0
 
 
+@pytest.mark.parametrize(
+    ("candidate", "host_seconds"),
+    [
+        (Candidate(Layout(dp_shard=4, zero_stage=3), 512, 1, 4, activation_offload="disk"), 0.0),
+        (Candidate(Layout(tp=4), 128, 4, recompute="full"), 1e-4),
+    ],
+    ids=["waits for offloaded tensors", "waits for the host"],
+)
+def test_no_step_is_longer_on_faster_devices_or_links(
+    candidate: Candidate, host_seconds: float
+) -> None:
+    """Whatever becomes shorter, nothing that it hid becomes longer by more."""
+    efficiency = Efficiency(host_seconds=host_seconds)
+    shape = models.read_shape("llama")
+    slow = models.make_cluster(4, per_node=4 // candidate.layout.data_ranks)
+    assert slow.inter is not None
+    slow = replace(slow, inter=replace(slow.inter, bytes_per_second=1e8))
+
+    def predict_step(device_factor: float, link_factor: float) -> float:
+        device = slow.accelerator
+        peaks = device.peak_flops_per_second
+        rates = {name: device_factor * rate for name, rate in peaks.items()}
+        memory = device_factor * device.memory_bytes_per_second
+        accelerator = replace(device, peak_flops_per_second=rates, memory_bytes_per_second=memory)
+        links = [
+            replace(
+                link,
+                bytes_per_second=link_factor * link.bytes_per_second,
+                latency_seconds=link.latency_seconds / link_factor,
+            )
+            for link in (slow.intra, slow.inter)
+            if link is not None
+        ]
+        cluster = replace(slow, accelerator=accelerator, intra=links[0], inter=links[1])
+        return predict(shape, candidate, cluster, efficiency).time.step
+
+    steps = [predict_step(factor, 1.0) for factor in (1.0, 2.0, 4.0, 16.0)]
+    assert steps == sorted(steps, reverse=True)
+    steps = [predict_step(1.0, factor) for factor in (1.0, 2.0, 4.0, 16.0)]
+    assert steps == sorted(steps, reverse=True)
+
+
 def test_zero_bubble_and_interleaved_schedules_have_a_smaller_bubble_than_1f1b() -> None:
     shape = models.read_shape("llama")
     cluster = models.make_cluster(2)

@@ -95,7 +95,6 @@ def get_layer_activations(
         layout.cp,
         layout.sequence_parallel,
         layout.async_tensor_parallel,
-        candidate.num_expert_parts,
         layout.expert_dispatch,
         layout.expert_row_limit,
         layout.cp_method,
@@ -111,7 +110,8 @@ def get_layer_activations(
         candidate.has_wide_products,
         candidate.has_fused_functions,
         candidate.compile,
-        candidate.adapted_roles,
+        candidate.adapter,
+        candidate.has_bf16_masters,
         candidate.expert_load,
         candidate.engine,
         layout.ep > 1,
@@ -120,7 +120,7 @@ def get_layer_activations(
         candidate.is_deferring,
         candidate.gradient_accumulation_steps > 1,
         candidate.working_weights,
-        candidate.adapter is None or candidate.adapter.quantised,
+        candidate.parameter_offload,
         candidate.scaled_shares
         and (candidate.scaled_shares, layout.fsdp, layout.ep, candidate.gathers_each_pass),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _NUMBER = re.compile(
@@ -21,8 +22,8 @@ def _find_meaning(word: str, meanings: Iterable[tuple[str, str]], default: str) 
 
 
 def normalise_number(text: str, *, is_binary: bool = False) -> str:
-    """Return a number in digits, "" unless it is positive. With `is_binary`, k is 1,024, as
-    for sequence lengths.
+    """Return a number in digits, "" unless it is positive and finite. With `is_binary`, k is 1,024,
+    as for sequence lengths.
 
     >>> normalise_number("8,192"), normalise_number("4M tokens"), normalise_number("n/a")
     ('8192', '4000000', '')
@@ -35,7 +36,17 @@ def normalise_number(text: str, *, is_binary: bool = False) -> str:
     value = float(re.sub(r"[,_ ]", "", match[1])) * _SCALES[match[2]]
     if is_binary and match[2] == "k":
         value *= 1.024
-    return f"{value:.12g}" if value > 0 else ""
+    return f"{value:.12g}" if 0 < value < inf else ""
+
+
+def normalise_count(text: str, *, is_binary: bool = False) -> str:
+    """Return a number as `normalise_number` does, "" if it rounds to 0.
+
+    >>> normalise_count("16.0"), normalise_count("0.4"), normalise_count("1e400")
+    ('16', '', '')
+    """
+    number = normalise_number(text, is_binary=is_binary)
+    return number if round(float(number or 0)) else ""
 
 
 def normalise_billions(text: str) -> str:
@@ -168,8 +179,8 @@ _INTEGER_COLUMNS = (
     "gpus_per_node", "tp", "pp", "cp", "ep", "dp", "virtual_pp", "micro_batch", "global_batch",
 )  # fmt: skip
 _NORMALISERS: dict[str, Callable[[str], str]] = {
-    **dict.fromkeys(_INTEGER_COLUMNS, normalise_number),
-    "seq_len": lambda text: normalise_number(text, is_binary=True),
+    **dict.fromkeys(_INTEGER_COLUMNS, normalise_count),
+    "seq_len": lambda text: normalise_count(text, is_binary=True),
     "params_b": normalise_billions,
     "gpu": normalise_accelerator,
     "precision": normalise_precision,

@@ -12,12 +12,12 @@ from shardwright.layout import Layout
 from shardwright.planner.candidate import LowRankAdapter
 from shardwright.planner.published.frameworks import FrameworkDefaults, is_performance_recipe
 from shardwright.planner.published.moe_recipes import resolve_expert_parallel
-from shardwright.planner.published.normalisation import normalise_number
+from shardwright.planner.published.normalisation import normalise_count
 
 
 def read_integer(row: Mapping[str, str], name: str) -> int | None:
     """Read a column or note as a whole number, None if it is not stated."""
-    text = normalise_number(row.get(name) or "")
+    text = normalise_count(row.get(name) or "")
     return round(float(text)) if text else None
 
 

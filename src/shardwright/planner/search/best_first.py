@@ -40,14 +40,12 @@ from shardwright.planner.search.result import (
     measure_complexity,
 )
 from shardwright.planner.search.space import (
-    CHEAPEST_EXECUTION,
     Degrees,
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
 )
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
-from shardwright.planner.time.pipeline_simulation import is_simulated
 from shardwright.planner.time.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 200
@@ -217,7 +215,7 @@ class _LayoutSearch:
     def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
         """Return the minimum seconds of all variants, from the cost per row of the largest
         micro-batch."""
-        costs = self.costs.get_layer_costs(largest, CHEAPEST_EXECUTION)
+        costs = self.costs.get_min_layer_costs(largest)
         rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
         share = variants[0].micro_batch_size / largest.micro_batch_size
@@ -234,7 +232,7 @@ class _LayoutSearch:
         for degrees in variants:
             pipelines = self.costs.get_pipeline_options(degrees)
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
-                costs = self.costs.get_layer_costs(degrees, CHEAPEST_EXECUTION)
+                costs = self.costs.get_min_layer_costs(degrees)
                 min_seconds = min(
                     bounds.compute_seconds(costs, degrees.accumulation_steps)
                     for bounds in pipelines.distinct_bounds
@@ -394,7 +392,8 @@ class _LayoutSearch:
         if candidate.layout.pp > 1 and self._heap:
             # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (
-                self.predictor.bound_pass_seconds(candidate, chosen.costs) + exposed_seconds
+                self.predictor.bound_pass_seconds(candidate, chosen.costs, self.costs.simulations)
+                + exposed_seconds
             ) * self._straggler_factor + self._fixed_seconds
             if seconds > self._heap[0][0]:
                 self._push_at(seconds, chosen.degrees, expand)
@@ -409,9 +408,9 @@ class _LayoutSearch:
         if (
             self._heap
             and not is_bounded
-            and is_simulated(self.predictor.get_pipeline_stages(candidate))
+            and self.costs.simulations.has_schedule(self.predictor.get_pipeline_stages(candidate))
         ):
-            seconds = self.predictor.bound_step_seconds(candidate, costs)
+            seconds = self.predictor.bound_step_seconds(candidate, costs, self.costs.simulations)
             if seconds > self._heap[0][0]:
                 self._push_at(
                     seconds,
@@ -425,7 +424,9 @@ class _LayoutSearch:
         if not self._has_capacity_for(memory.total):
             return
         self.result.num_predicted += 1
-        prediction = self.predictor.predict(candidate, memory, costs)
+        prediction = self.predictor.predict(
+            candidate, memory, costs, self.costs.simulations.simulate
+        )
         known = self._predicted.get(build_layout_key(candidate))
         if known is None or prediction.time.step < known.time.step:
             self._predicted[build_layout_key(candidate)] = prediction

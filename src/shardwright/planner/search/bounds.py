@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 from operator import mul
+from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
@@ -38,6 +39,25 @@ class PipelineTimeBound:
     """Maximum number of layers of each kind on a rank."""
 
 
+class MinLayerCosts(NamedTuple):
+    """Minima of some `LayerCosts`, by kind of layer where they have one value per kind."""
+
+    forward_seconds: tuple[float, ...]
+    pass_seconds: tuple[float, ...]
+    embedding_seconds: float
+    head_seconds: float
+
+
+def merge_costs(costs: list[LayerCosts]) -> MinLayerCosts:
+    """Return the minima of costs of the same micro-batch."""
+    return MinLayerCosts(
+        tuple(map(min, zip(*(each.forward_seconds for each in costs), strict=True))),
+        tuple(map(min, zip(*(each.pass_seconds for each in costs), strict=True))),
+        min(each.embedding_seconds for each in costs),
+        min(each.head_seconds for each in costs),
+    )
+
+
 PipelineKey = tuple[PipelinePartition, bool]
 """Partition of the layers, and True if backward passes are split."""
 
@@ -60,7 +80,7 @@ class PipelineBoundModel:
         micro-batches."""
 
     def compute_seconds(
-        self, costs: LayerCosts, num_micro_batches: float, first_share: float = 1.0
+        self, costs: LayerCosts | MinLayerCosts, num_micro_batches: float, first_share: float = 1.0
     ) -> float:
         """Return the minimum seconds of the passes.
 
@@ -139,9 +159,17 @@ class DataTrafficBound:
         self._forward_weight_seconds, self._backward_weight_seconds = (
             tuple(pair[direction] for pair in step.weight_seconds) for direction in (0, 1)
         )
+        # Waits for offloaded tensors depend on the micro-batch; all traffic may overlap with them.
+        has_waits = not candidate.activation_offload == candidate.parameter_offload == "none"
+        self._wait_seconds = float("inf") if has_waits else 0.0
         self._weight_seconds = sum(map(mul, map(sum, step.weight_seconds), min_layers))
-        self._update_seconds = compute_update_seconds(
-            count_updated_elements(step, load), candidate, step.rates
+        # The device need not take the time of an update that runs on the host, or whose moments
+        # pass from the host through it during other passes.
+        is_hidden = candidate.overlaps_update and candidate.optimizer_tier == "host"
+        self._update_seconds = (
+            0.0
+            if is_hidden or candidate.is_updated_on_host
+            else compute_update_seconds(count_updated_elements(step, load), candidate, step.rates)
         )
 
     def compute_seconds(
@@ -152,11 +180,15 @@ class DataTrafficBound:
 
         Traffic overlaps with the passes, which moving weights makes longer.
         """
-        forward = bound.forward_seconds + _sum_layer_seconds(
-            self._forward_weight_seconds, bound.max_layers
+        forward = (
+            self._wait_seconds
+            + bound.forward_seconds
+            + _sum_layer_seconds(self._forward_weight_seconds, bound.max_layers)
         )
-        backward = bound.backward_seconds + _sum_layer_seconds(
-            self._backward_weight_seconds, bound.max_layers
+        backward = (
+            self._wait_seconds
+            + bound.backward_seconds
+            + _sum_layer_seconds(self._backward_weight_seconds, bound.max_layers)
         )
         exposed, _ = overlap_traffic(
             self._candidate, self._network, self._traffic, num_micro_batches, forward, backward

@@ -9,10 +9,16 @@ from shardwright.planner.memory.parameter_memory import (
 )
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.bounds import DataTrafficBound, PipelineBoundModel, PipelineKey
+from shardwright.planner.search.bounds import (
+    DataTrafficBound,
+    MinLayerCosts,
+    PipelineBoundModel,
+    PipelineKey,
+    merge_costs,
+)
 from shardwright.planner.search.divisibility import list_schedules
 from shardwright.planner.search.space import (
-    CHEAPEST_EXECUTION,
+    ANY_EXECUTION,
     Degrees,
     ExecutionChoice,
     PlanningProblem,
@@ -26,6 +32,7 @@ from shardwright.planner.search.state import (
     build_pipeline_options,
 )
 from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.pipeline_simulation import SimulationHistory
 from shardwright.planner.time.step_costs import LayerCosts
 
 
@@ -40,7 +47,9 @@ class ChoiceCosts:
         self.space = space
         shares = problem.template.quantised_shares
         self._has_spanning_scales = shares is not None and shares.spanning is not None
+        self.simulations = SimulationHistory()
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
+        self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
@@ -56,7 +65,7 @@ class ChoiceCosts:
             options = []
             for name, virtual in list_schedules(self.facts, degrees.pp, degrees.accumulation_steps):
                 candidate = self.space.build_candidate(
-                    degrees, CHEAPEST_EXECUTION, schedule=(name, virtual)
+                    degrees, ANY_EXECUTION, schedule=(name, virtual)
                 )
                 pipeline = self.predictor.get_pipeline_stages(candidate)
                 options.append(
@@ -80,22 +89,33 @@ class ChoiceCosts:
 
     def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
         """Return the cached costs of a micro-batch on the layers."""
-        key: tuple[object, ...] = (
-            degrees.tp,
-            degrees.cp,
-            degrees.ep,
-            degrees.micro_batch_size,
-            execution,
-        )
-        if self._has_spanning_scales and degrees.tp > 1:
-            # A stage exchanges the maxima of weights once per step.
-            key = (*key, degrees.pp, degrees.accumulation_steps)
+        key = (*self._build_cost_key(degrees), execution)
         costs = self._costs.get(key)
         if costs is None:
             costs = self._costs[key] = self.predictor.compute_layer_costs(
                 self.space.build_candidate(degrees, execution)
             )
         return costs
+
+    def get_min_layer_costs(self, degrees: Degrees) -> MinLayerCosts:
+        """Return the cached minima of these costs over recomputation and methods of tp and cp."""
+        key = self._build_cost_key(degrees)
+        costs = self._min_costs.get(key)
+        if costs is None:
+            costs = self._min_costs[key] = merge_costs(
+                [
+                    self.get_layer_costs(degrees, execution)
+                    for execution in self.space.list_executions(degrees, ("none",))
+                ]
+            )
+        return costs
+
+    def _build_cost_key(self, degrees: Degrees) -> tuple[object, ...]:
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size)
+        if self._has_spanning_scales and degrees.tp > 1:
+            # A stage exchanges the maxima of weights once per step.
+            return (*key, degrees.pp, degrees.accumulation_steps)
+        return key
 
     def get_activations(
         self, degrees: Degrees, execution: ExecutionChoice
@@ -130,7 +150,7 @@ class ChoiceCosts:
         if bound is None:
             bound = self._data_bounds[key] = DataTrafficBound(
                 self.predictor,
-                self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding),
+                self.space.build_candidate(degrees, ANY_EXECUTION, sharding),
                 min_layers,
             )
         return bound
@@ -152,7 +172,7 @@ class ChoiceCosts:
         memory = self._persistent.get(key)
         if memory is None:
             memory = self._persistent[key] = compute_persistent_memory(
-                self.facts, self.space.build_candidate(degrees, CHEAPEST_EXECUTION, sharding), load
+                self.facts, self.space.build_candidate(degrees, ANY_EXECUTION, sharding), load
             )
         return memory
 
@@ -172,16 +192,14 @@ class ChoiceCosts:
         return bounds
 
     def compute_min_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
-        """Return the first rank's minimum activation bytes over recomputation and schedules."""
+        """Return the first rank's minimum activation bytes over recomputation, methods and
+        schedules."""
         key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
         alternatives = self._min_activations.get(key)
         if alternatives is None:
-            executions = [
-                CHEAPEST_EXECUTION._replace(recompute=recompute)
-                for recompute in self.problem.recompute_kinds
-            ]
             alternatives = self._min_activations[key] = [
-                self.get_activations(degrees, execution) for execution in executions
+                self.get_activations(degrees, execution)
+                for execution in self.space.list_executions(degrees)
             ]
         return min(
             alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives

@@ -82,8 +82,8 @@ class ShardingChoice(NamedTuple):
     num_replicas: int
 
 
-CHEAPEST_EXECUTION = ExecutionChoice("none", sequence_parallel=True, cp_method="ring")
-"""No recomputation and the least communication: a lower bound of all other executions."""
+ANY_EXECUTION = ExecutionChoice("none", sequence_parallel=True, cp_method="ring")
+"""Execution for costs that do not depend on it."""
 
 
 class SearchSpace:
@@ -136,10 +136,14 @@ class SearchSpace:
             )
         )
 
-    def list_executions(self, degrees: Degrees) -> Iterator[ExecutionChoice]:
-        """Yield recomputation with the methods of tp and cp."""
+    def list_executions(
+        self, degrees: Degrees, recompute_kinds: tuple[RecomputeKind, ...] | None = None
+    ) -> Iterator[ExecutionChoice]:
+        """Yield recomputation, of the problem's kinds or those given, with the methods of tp and
+        cp."""
         for recompute, (sequence_parallel, method) in product(
-            self.problem.recompute_kinds, self._list_sequence_methods(degrees.tp, degrees.cp)
+            recompute_kinds or self.problem.recompute_kinds,
+            self._list_sequence_methods(degrees.tp, degrees.cp),
         ):
             yield ExecutionChoice(recompute, sequence_parallel, method)
 

@@ -66,10 +66,11 @@ class LayerSeconds:
         """Extend the passes to the host's launch time if it exceeds compute and exposed
         communication."""
         forward = max(self.forward, self.host_forward - traffic_forward)
+        recompute = self.recompute
+        if self.recompute >= self.forward:  # with its part of the backward pass's communication
+            recompute = max(self.recompute, forward)
+            traffic_backward = max(0.0, traffic_backward - traffic_forward)
         backward = max(self.backward, self.host_backward - traffic_backward)
-        recompute = (
-            max(self.recompute, forward) if self.recompute >= self.forward else self.recompute
-        )
         return replace(self, forward=forward, backward=backward, recompute=recompute)
 
 

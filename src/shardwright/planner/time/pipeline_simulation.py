@@ -1,4 +1,4 @@
-"""Simulated seconds of a pipeline's passes, and lower bounds from earlier simulations.
+"""Simulated seconds of a pipeline's passes, and lower bounds from earlier simulations of a search.
 
 Simulates the schedule that will run (`shardwright.schedule`). With many micro-batches its steady
 state repeats: such a schedule is extrapolated from two shorter ones by the time of one
@@ -41,14 +41,9 @@ def simulate_pipeline(
 ) -> float:
     """Return seconds from the first forward to the last backward pass. `seconds` are per kind
     of stage (`PipelinePartition.stage_kinds`)."""
-    makespan = simulate_stages(
+    return simulate_stages(
         pipeline, tuple(seconds[kind] for kind in pipeline.partition.kind_of_stage), send_seconds
     )
-    if pipeline.num_ranks > 1:
-        _SIMULATIONS.setdefault(
-            _build_schedule_key(pipeline), deque(maxlen=_MAX_SIMULATIONS)
-        ).append((tuple(seconds), send_seconds, makespan))
-    return makespan
 
 
 def simulate_stages(
@@ -93,43 +88,61 @@ def _simulate_schedule(
     )
 
 
-def is_simulated(pipeline: PipelineStages) -> bool:
-    """Return True if `bound_simulation` has an earlier simulation of the pipeline's
-    schedule."""
-    return pipeline.num_ranks > 1 and _build_schedule_key(pipeline) in _SIMULATIONS
+class SimulationHistory:
+    """Latest simulations of a search, per schedule and partition: seconds of the kinds of stages,
+    of a send, and of the step. A search has its own, so that no result depends on earlier ones."""
+
+    def __init__(self) -> None:
+        self._simulations: dict[
+            tuple[object, ...], deque[tuple[tuple[StageSeconds, ...], float, float]]
+        ] = {}
+
+    def simulate(
+        self, pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
+    ) -> float:
+        """Return `simulate_pipeline` and record it."""
+        makespan = simulate_pipeline(pipeline, seconds, send_seconds)
+        if pipeline.num_ranks > 1:
+            self._simulations.setdefault(
+                _build_schedule_key(pipeline), deque(maxlen=_MAX_SIMULATIONS)
+            ).append((tuple(seconds), send_seconds, makespan))
+        return makespan
+
+    def has_schedule(self, pipeline: PipelineStages) -> bool:
+        """Return True if an earlier simulation has the pipeline's schedule and partition."""
+        return pipeline.num_ranks > 1 and _build_schedule_key(pipeline) in self._simulations
+
+    def compute_bound(
+        self, pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
+    ) -> float:
+        """Return a lower bound of `simulate_pipeline`, from earlier simulations of the same
+        schedule. 0 if there are none.
+
+        A step's time grows with every pass and scales with all of them: if each part is at least a
+        share of its earlier value, so is the step.
+        """
+        if pipeline.num_ranks == 1:
+            return 0.0
+        best = 0.0
+        for earlier_seconds, earlier_send, makespan in self._simulations.get(
+            _build_schedule_key(pipeline), ()
+        ):
+            share = send_seconds / earlier_send if earlier_send > 0 else float("inf")
+            for now, earlier in zip(seconds, earlier_seconds, strict=True):
+                share = min(
+                    share, now[0] / earlier[0], now[2] / earlier[2] if earlier[2] else share
+                )
+                # A schedule may split the backward pass: both parts must be at least the share.
+                share = min(share, (now[1] - now[2]) / (earlier[1] - earlier[2]))
+                if share * makespan <= best:
+                    break
+            else:
+                best = share * makespan
+        return best
 
 
-def bound_simulation(
-    pipeline: PipelineStages, seconds: Sequence[StageSeconds], send_seconds: float
-) -> float:
-    """Return a lower bound of `simulate_pipeline`, from earlier simulations of the same schedule. 0
-    if there are none.
-
-    A step's time grows with every pass and scales with all of them: if each part is at least a
-    share of its earlier value, so is the step.
-    """
-    if pipeline.num_ranks == 1:
-        return 0.0
-    best = 0.0
-    for earlier_seconds, earlier_send, makespan in _SIMULATIONS.get(
-        _build_schedule_key(pipeline), ()
-    ):
-        share = send_seconds / earlier_send if earlier_send > 0 else float("inf")
-        for now, earlier in zip(seconds, earlier_seconds, strict=True):
-            share = min(share, now[0] / earlier[0], now[2] / earlier[2] if earlier[2] else share)
-            # A schedule may split the backward pass: both parts must be at least the share.
-            share = min(share, (now[1] - now[2]) / (earlier[1] - earlier[2]))
-            if share * makespan <= best:
-                break
-        else:
-            best = share * makespan
-    return best
-
-
-_SIMULATIONS: dict[tuple[object, ...], deque[tuple[tuple[StageSeconds, ...], float, float]]] = {}
-"""Latest simulations per schedule and partition: seconds of the kinds of stages, of a send, and
-of the step."""
 _MAX_SIMULATIONS = 12
+"""Simulations per schedule and partition that a search compares with."""
 
 
 def _build_schedule_key(pipeline: PipelineStages) -> tuple[object, ...]:

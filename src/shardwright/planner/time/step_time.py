@@ -211,17 +211,20 @@ def _compute_rank_parts(
     traffic = NO_TRAFFIC
     for passes in stages:
         traffic = traffic.add(passes.traffic_forward).add(passes.traffic_backward)
+    waits = [sum(waits) for waits in zip(*(passes.offload_waits for passes in stages), strict=True)]
     load = pipeline.build_rank_load(rank)
-    exposed, hidden = compute_data_seconds(costs, load, forward, backward)
+    # The network is also free while a layer waits for its offloaded tensors.
+    exposed, hidden = compute_data_seconds(costs, load, forward + waits[0], backward + waits[1])
     num_elements = count_updated_elements(costs, load)
-    slowdown = costs.network.efficiency.contention * hidden
+    compute = num_micro_batches * (forward + backward)
+    slowdown = costs.network.efficiency.contention * min(hidden, compute)
     return TimeParts(
-        compute=num_micro_batches * (forward + backward),
+        compute=compute,
         tensor=num_micro_batches * traffic.tensor,
         context=num_micro_batches * traffic.context,
         expert=num_micro_batches * traffic.expert,
         data=exposed + slowdown,
-        offload=num_micro_batches * sum(map(sum, (passes.offload_waits for passes in stages))),
+        offload=num_micro_batches * sum(waits),
         optimizer=_compute_update_seconds(costs, load, num_elements, forward, backward)
         + _compute_cast_seconds(costs, load),
         hidden_tensor=num_micro_batches * traffic.hidden_tensor,
@@ -298,9 +301,9 @@ def _compute_update_seconds(
     update_seconds = candidate.engine.compute_offloaded_update_seconds(
         seconds, num_elements, moments, rate, costs.network.cluster.gpus_per_node
     )
-    if not candidate.overlaps_update:
-        return update_seconds
     is_cpu = costs.network.cluster.accelerator.kind == "cpu"
+    if not candidate.overlaps_update or (is_cpu and not is_on_disk):
+        return update_seconds  # a CPU overlaps transfers of disks only
     in_backward = is_cpu and is_updated_in_backward(candidate)
     hidden_seconds = (backward_seconds if in_backward else forward_seconds) / num_layers
     if is_on_disk:  # transfers wait for staging memory, which the update of a layer frees
