@@ -46,7 +46,9 @@ _MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1}
 launches on a GPU."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements that separate operations update at a time: their fp32 results are temporary."""
-_SAMPLE_SHAPE = (67, _ROW_ELEMENTS)
+_SAMPLE_ROWS = {"cpu": 67, "cuda": (1 << 16) + 3}
+"""On a GPU the compiler times tile sizes on the sample. A small one takes the time of a launch with
+any of them, and one has 1.7 times the instructions per element of the other."""
 
 
 class UpdateTensors(NamedTuple):
@@ -288,13 +290,14 @@ class BF16Optimizer(ShardedOptimizer):
         """Make weights with moments of two updates, gradients of all sizes and some zeros."""
         generator = torch.Generator().manual_seed(0)
         _, apply = self.get_functions()
-        weights = torch.randn(_SAMPLE_SHAPE, generator=generator).bfloat16().to(device)
-        magnitudes = 10.0 ** torch.randint(-12, 3, _SAMPLE_SHAPE, generator=generator)
+        shape = (_SAMPLE_ROWS[device.type], _ROW_ELEMENTS)
+        weights = torch.randn(shape, generator=generator).bfloat16().to(device)
+        magnitudes = 10.0 ** torch.randint(-12, 3, shape, generator=generator)
         moments = [torch.zeros_like(weights) for _ in range(num_moments)]
-        places, key = make_sample_places(_SAMPLE_SHAPE, has_one_run=has_one_run)
+        places, key = make_sample_places(shape, has_one_run=has_one_run)
         group = dict(self.param_groups[0]) | {"lr": 3e-3, "weight_decay": 0.1}
         for step in (1, 2, 3):
-            gradient = torch.randn(_SAMPLE_SHAPE, generator=generator) * magnitudes
+            gradient = torch.randn(shape, generator=generator) * magnitudes
             gradient[:, ::7] = 0.0
             tensors = [weights, gradient.bfloat16().to(device), *moments]
             numbers = self.compute_numbers(group, step, key, make_factor(0.37, device))
