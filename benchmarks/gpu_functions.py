@@ -141,7 +141,7 @@ def build_dequantisation(sizes: str, device: torch.device, compiler: FunctionCom
     """Build the dequantisation of a layer's matrices to bf16."""
     generator = torch.Generator().manual_seed(0)
     packed = {
-        name: nf4.pack(torch.randn(shape, generator=generator)).to(device)
+        name: nf4.pack(torch.randn(shape, generator=generator).to(device))
         for name, shape in _SHAPES[sizes].items()
     }
 
