@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,15 +25,11 @@ def build_model(
     device: torch.device,
     batch_shape: tuple[int, int],
     seed: int,
-    *,
-    is_compiled: bool = False,
-    draws_on_device: bool = False,
 ) -> ParallelModel:
     """Build the model with random weights on one rank.
 
     Args:
         batch_shape: rows and tokens of a micro-batch.
-        draws_on_device: draw weights quickly, by another generator than runs.
     """
     shape = read_config(config)
     specs = {spec.name: spec for spec in shape.list_parameters()}
@@ -45,20 +40,14 @@ def build_model(
             compute_dtype=resolve_dtypes(section).compute,
         )
     rows, tokens = batch_shape
-
-    def draw(name: str, narrow: Sequence[tuple[int, int]]) -> Tensor:
-        if not draws_on_device:
-            return initialise_parameter(specs[name], seed, dtype=torch.float32, narrow=narrow)
-        values = torch.empty([length for _, length in narrow], device=device)
-        return values.normal_(std=0.02) if values.ndim > 1 else values.fill_(1.0)
-
     return apply_layout(
         decoder,
         build_plan(shape, Layout(), BatchPlan(tokens, rows, 1, 1), section),
         None,
         device,
-        read_slice=draw,
-        compile_blocks=is_compiled,
+        read_slice=lambda name, narrow: initialise_parameter(
+            specs[name], seed, dtype=torch.float32, narrow=narrow
+        ),
     )
 
 

@@ -67,7 +67,7 @@ def render_page(content: dict[str, Any]) -> str:
     steps = content["steps"]
     counts = {
         status: sum(step["status"] == status for step in steps)
-        for status in ("passed", "failed", "timed out", "no time left", "not run")
+        for status in ("passed", "failed", "timed out", "interrupted", "no time left", "not run")
     }
     verdict = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     device = _find_result(steps, "device")

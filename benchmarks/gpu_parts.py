@@ -58,10 +58,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
 _LAST_LINES = 6
 _KILL_SECONDS = 5.0
+_LONGEST_FACTOR = 2.0
+_LONGEST_MORE_SECONDS = 60.0
+"""A step in limited time is ended after so many times its expected seconds, and so many more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts. Return exit code 0; 1 if a step failed; 2 for wrong arguments or no device."""
+    start_seconds = time.monotonic()
     arguments = parse_arguments(argv)
     steps = list_steps(arguments)
     if arguments.list:
@@ -83,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         and not (arguments.missing and has_passed(arguments.out, step))
     ]
     if arguments.seconds is not None:
-        has_failed = run_in_time(chosen, steps, arguments, environment)
+        until = start_seconds + arguments.seconds
+        has_failed = run_in_time(chosen, steps, arguments, environment, until)
     else:
         for part in sorted({step.part for step in chosen}):
             until = time.monotonic() + arguments.budget
@@ -110,13 +115,13 @@ def run_in_time(
     steps: Sequence[Step],
     arguments: argparse.Namespace,
     environment: dict[str, str],
+    until: float,
 ) -> bool:
-    """Run those of the chosen steps that fit into the seconds; return True if one failed.
+    """Run those of the chosen steps that fit into the time; return True if one failed.
 
     Those without a result of the present code come first. A step starts if its last time, or its
     estimate, is left.
     """
-    until = time.monotonic() + arguments.seconds
     outcomes = read_last_outcomes(arguments.out, steps)
     ordered = order_by_information(chosen, outcomes)
     return run_steps(ordered, steps, arguments, environment, until, outcomes)
@@ -270,7 +275,8 @@ def run_step(
     A step without time left keeps the outcome that it has.
 
     Args:
-        needed_seconds: The step does not start if less time is left.
+        needed_seconds: Expected seconds. The step does not start if less time is left, and is
+            ended if it takes far longer, so that those after it have time.
         warm_seconds: Seconds in which other processes have compiled its kernels.
     """
     folder = get_folder(arguments.out, step)
@@ -292,6 +298,11 @@ def run_step(
     (folder / "config.json").write_text(json.dumps(shape.config))
     start_seconds = time.monotonic()
     limit = min(step.time_limit_seconds, left)
+    if needed_seconds:
+        limit = min(limit, _LONGEST_FACTOR * needed_seconds + _LONGEST_MORE_SECONDS)
+    # If this process is killed meanwhile, what the step has written is not lost.
+    interrupted = {"status": "interrupted", "seconds": 0.0, "message": "the call ended during it"}
+    _write_outcome(folder, outcome | interrupted | {"conditions": read_conditions()})
     status, message = _run_process(step.command, folder, environment, limit)
     outcome |= {
         "status": status,

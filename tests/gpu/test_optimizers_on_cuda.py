@@ -1,17 +1,29 @@
 """Muon, Adafactor, 8-bit AdamW and 4-bit matrices give the same results on the device and on the
-CPU.
+CPU, and AdamW in one compiled pass the bits of separate operations.
 """
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.config.training import OptimizerSection
 from shardwright.model.products import nf4
 from shardwright.model.products.product import ProductRule, multiply
-from shardwright.optim import build_optimizer, set_learning_rate
+from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.numerics.function_compiler import FunctionCompiler
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    one_pass_adamw,
+    set_learning_rate,
+)
+from shardwright.optim.sharded_optimizer import DeviceFactor
+from tests.unit.optim.test_compiled_updates import SHAPES, Model
 from tests.unit.optim.test_sharded_optimizer import RATES, SingleProcessModel, make_parameters
 
 TOLERANCE = {"muon": 2e-2, "adafactor": 1e-5, "adamw_8bit": 1e-3}
@@ -70,3 +82,57 @@ def test_the_product_with_packed_values(device: torch.device) -> None:
     torch.testing.assert_close(out, x @ weight.T)
     (gradient,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(gradient, torch.ones_like(out) @ weight)
+
+
+def update_with_skips(
+    dtype: torch.dtype, device: torch.device, compiler: FunctionCompiler | None
+) -> dict[str, Tensor]:
+    """Update weights three times, with a factor on the device by which the second is skipped."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    weights = {name: nn.Parameter(draw(shape)) for name, shape in SHAPES.items()}
+    optimizer: Any = build_optimizer(
+        weights.items(),
+        OptimizerSection(),
+        learning_rate=0.01,
+        weight_decay=0.1,
+        model=Model(),
+        compile_function=compiler,
+    )
+    for factor in (0.37, torch.nan, 0.5):
+        for parameter in weights.values():
+            parameter.grad = draw(tuple(parameter.shape))
+        optimizer.prepare_step()
+        assert optimizer.can_skip_on_device()
+        optimizer.device_factor = DeviceFactor.from_value(torch.tensor(factor, device=device))
+        optimizer.step()
+        if factor != factor:
+            optimizer.undo_counts()
+    counts = {f"count of {name}": optimizer.state[each]["step"] for name, each in weights.items()}
+    return weights | collect_optimizer_tensors(optimizer, weights.items()) | counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_in_one_pass_has_the_bits_of_separate_operations(
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if device.type == "cpu":
+        pytest.skip("tests/unit/optim compares them on a CPU")
+    if obstacle := find_compiler_obstacle(device):
+        pytest.skip(obstacle)
+    monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cuda", 4096)
+    expected = update_with_skips(dtype, device, None)
+    with caplog.at_level(logging.INFO, "shardwright.numerics"):
+        found = update_with_skips(dtype, device, FunctionCompiler(device))
+    messages = [record.getMessage() for record in caplog.records]
+    lines = [message for message in messages if "adamw" in message.lower()]
+    assert any("bits as uncompiled" in line for line in lines), lines
+    assert not any("not compiled" in line for line in lines), lines
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name

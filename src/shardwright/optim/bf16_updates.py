@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction, take_root
-from shardwright.optim.one_pass_adamw import AdamWConstants
+from shardwright.optim.one_pass_adamw import AdamWConstants, make_factor
 from shardwright.optim.sharded_optimizer import (
     ParameterPiece,
     ShardedModel,
@@ -46,7 +46,9 @@ _MIN_ELEMENTS = {"cpu": 1 << 19, "cuda": 1}
 launches on a GPU."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Elements that separate operations update at a time: their fp32 results are temporary."""
-_SAMPLE_SHAPE = (67, _ROW_ELEMENTS)
+_SAMPLE_ROWS = {"cpu": 67, "cuda": (1 << 16) + 3}
+"""On a GPU the compiler times tile sizes on the sample. A small one takes the time of a launch with
+any of them, and one has 1.7 times the instructions per element of the other."""
 
 
 class UpdateTensors(NamedTuple):
@@ -64,9 +66,9 @@ class UpdateNumbers(NamedTuple):
     key: Tensor
     """int32, of the random numbers."""
     gradient_factor: Tensor
-    """fp32; so are the others."""
+    """fp32 on the parameter's device. NaN: nothing changes."""
     decay: Tensor
-    """AdamW: 1 - lr x weight decay. SGD: weight decay."""
+    """fp32; so are the others. AdamW: 1 - lr x weight decay. SGD: weight decay."""
     step_size: Tensor
     """AdamW: lr / (1 - beta1^t). SGD: lr."""
     root_factor: Tensor
@@ -109,9 +111,9 @@ def apply_adamw(
     weights = tensors.weights.float() * numbers.decay
     weights = weights - numbers.step_size * mean / denominator
     bits = draw_bits(places, numbers.key)
-    tensors.weights.copy_(round_to_bf16(weights, bits.first))
-    tensors.moments[0].copy_(round_to_bf16(mean, bits.second))
-    tensors.moments[1].copy_(round_to_bf16(square, bits.third))
+    _write(tensors.weights, round_to_bf16(weights, bits.first), numbers)
+    _write(tensors.moments[0], round_to_bf16(mean, bits.second), numbers)
+    _write(tensors.moments[1], round_to_bf16(square, bits.third), numbers)
 
 
 def apply_sgd(
@@ -123,8 +125,14 @@ def apply_sgd(
     bits = draw_bits(places, numbers.key)
     if tensors.moments:
         gradient = tensors.moments[0].float() * constants.momentum + gradient
-        tensors.moments[0].copy_(round_to_bf16(gradient, bits.second))
-    tensors.weights.copy_(round_to_bf16(weights - numbers.step_size * gradient, bits.first))
+        _write(tensors.moments[0], round_to_bf16(gradient, bits.second), numbers)
+    weights = weights - numbers.step_size * gradient
+    _write(tensors.weights, round_to_bf16(weights, bits.first), numbers)
+
+
+def _write(target: Tensor, values: Tensor, numbers: UpdateNumbers) -> None:
+    """Write new values unless the step is skipped; a choice costs no memory traffic."""
+    target.copy_(torch.where(numbers.gradient_factor.isnan(), target, values))
 
 
 def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -154,6 +162,8 @@ class BF16Optimizer(ShardedOptimizer):
         super().__init__(groups, defaults, model)
         self._compile_function = compile_function
         self._irregular_names: set[str] = set()
+        self._counted: list[Tensor] = []
+        """Step counts that have been advanced for a step that the device may skip."""
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         self._rounding = StochasticRounding(seed, model, parameters)
 
@@ -170,9 +180,9 @@ class BF16Optimizer(ShardedOptimizer):
         raise NotImplementedError
 
     def compute_numbers(
-        self, group: Mapping[str, Any], num_updates: int, key: Tensor
+        self, group: Mapping[str, Any], num_updates: int, key: Tensor, factor: Tensor
     ) -> UpdateNumbers:
-        """Compute the numbers of an update (1 for the first), with a gradient factor of 1."""
+        """Compute the numbers of an update (1 for the first) with a gradient factor."""
         raise NotImplementedError
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
@@ -180,9 +190,27 @@ class BF16Optimizer(ShardedOptimizer):
         shape = tuple(get_local_tensor(parameter.detach()).shape)
         return dict.fromkeys(self.list_moments(group), StateSpec(shape, torch.bfloat16))
 
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Begin a step; the last one is not taken back any more."""
+        self._counted.clear()
+
+    def can_skip_on_device(self) -> bool:
+        """Return True: an update whose factor is NaN writes the old numbers."""
+        return True
+
+    def undo_counts(self) -> None:
+        """Take back the step counts, which are on the host, of a step that was skipped."""
+        for count in self._counted:
+            count -= 1
+        self._counted.clear()
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
-        factor = torch.tensor(self.gradient_factor, dtype=torch.float32)
+        if not pieces:
+            return
+        if self.device_factor is not None:
+            self._counted += [piece.state["step"] for piece in pieces]
+        factor = make_factor(self.device_factor or self.gradient_factor, pieces[0].local.device)
         known: dict[tuple[int, int], UpdateNumbers] = {}
         for piece in pieces:
             piece.state["step"] += 1
@@ -190,8 +218,10 @@ class BF16Optimizer(ShardedOptimizer):
             rounding = self._rounding.prepare(piece, num_updates)
             identity = (id(piece.group), num_updates)
             if identity not in known:
-                known[identity] = self.compute_numbers(piece.group, num_updates, rounding.key)
-            numbers = known[identity]._replace(key=rounding.key, gradient_factor=factor)
+                known[identity] = self.compute_numbers(
+                    piece.group, num_updates, rounding.key, factor
+                )
+            numbers = known[identity]._replace(key=rounding.key)
             if piece.local.numel():
                 self._update_piece(piece, rounding, numbers)
 
@@ -260,17 +290,17 @@ class BF16Optimizer(ShardedOptimizer):
         """Make weights with moments of two updates, gradients of all sizes and some zeros."""
         generator = torch.Generator().manual_seed(0)
         _, apply = self.get_functions()
-        weights = torch.randn(_SAMPLE_SHAPE, generator=generator).bfloat16().to(device)
-        magnitudes = 10.0 ** torch.randint(-12, 3, _SAMPLE_SHAPE, generator=generator)
+        shape = (_SAMPLE_ROWS[device.type], _ROW_ELEMENTS)
+        weights = torch.randn(shape, generator=generator).bfloat16().to(device)
+        magnitudes = 10.0 ** torch.randint(-12, 3, shape, generator=generator)
         moments = [torch.zeros_like(weights) for _ in range(num_moments)]
-        places, key = make_sample_places(_SAMPLE_SHAPE, has_one_run=has_one_run)
+        places, key = make_sample_places(shape, has_one_run=has_one_run)
         group = dict(self.param_groups[0]) | {"lr": 3e-3, "weight_decay": 0.1}
         for step in (1, 2, 3):
-            gradient = torch.randn(_SAMPLE_SHAPE, generator=generator) * magnitudes
+            gradient = torch.randn(shape, generator=generator) * magnitudes
             gradient[:, ::7] = 0.0
             tensors = [weights, gradient.bfloat16().to(device), *moments]
-            numbers = self.compute_numbers(group, step, key)
-            numbers = numbers._replace(gradient_factor=torch.tensor(0.37))
+            numbers = self.compute_numbers(group, step, key, make_factor(0.37, device))
             if step < 3:
                 listed = compute_places(places, weights.shape, device)
                 apply(_collect(tensors), listed, numbers, constants)
@@ -304,14 +334,13 @@ class BF16AdamW(BF16Optimizer):
         return AdamWConstants(beta1, beta2, group["eps"])
 
     def compute_numbers(
-        self, group: Mapping[str, Any], num_updates: int, key: Tensor
+        self, group: Mapping[str, Any], num_updates: int, key: Tensor, factor: Tensor
     ) -> UpdateNumbers:
         """Compute the numbers of an update in fp64, and round them to fp32."""
         beta1, beta2 = group["betas"]
         lr = group["lr"]
-        factor, decay, step_size, root_factor = torch.tensor(
+        decay, step_size, root_factor = torch.tensor(
             [
-                1.0,
                 1 - lr * group["weight_decay"],
                 lr / (1 - beta1**num_updates),
                 1 / math.sqrt(1 - beta2**num_updates),
@@ -339,10 +368,8 @@ class BF16SGD(BF16Optimizer):
         return SGDConstants(group["momentum"])
 
     def compute_numbers(
-        self, group: Mapping[str, Any], num_updates: int, key: Tensor
+        self, group: Mapping[str, Any], num_updates: int, key: Tensor, factor: Tensor
     ) -> UpdateNumbers:
         """Return the group's numbers; SGD corrects nothing."""
-        factor, decay, lr = torch.tensor(
-            [1.0, group["weight_decay"], group["lr"]], dtype=torch.float32
-        )
-        return UpdateNumbers(key, factor, decay, lr, factor)
+        decay, lr = torch.tensor([group["weight_decay"], group["lr"]], dtype=torch.float32)
+        return UpdateNumbers(key, factor, decay, lr, torch.ones_like(lr))

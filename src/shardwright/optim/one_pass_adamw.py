@@ -254,7 +254,7 @@ class OnePassAdamW:
         if not updated:
             return remaining
         _advance_counts([each.piece.state["step"] for each in updated], gradient_factor)
-        factor = _make_factor(gradient_factor, updated[0].tensors.weights.device)
+        factor = make_factor(gradient_factor, updated[0].tensors.weights.device)
         for function, batch in calls:
             function(
                 [each.tensors for each in batch],
@@ -314,7 +314,7 @@ def _share_memory(batch: Sequence[_PreparedUpdate]) -> bool:
     return len(set(written)) < len(written)
 
 
-def _make_factor(gradient_factor: float | DeviceFactor, device: torch.device) -> Tensor:
+def make_factor(gradient_factor: float | DeviceFactor, device: torch.device) -> Tensor:
     """Return the factor as a tensor on a device: always, because a graph is for one device."""
     if isinstance(gradient_factor, DeviceFactor):
         return gradient_factor.value
@@ -376,7 +376,7 @@ def compute_numbers(
         rates = _compute_rates_on_device(torch.stack(list(steps)), fp32_lr, constants)
         # Zero, not minus zero, without decay: it keeps the sign of weights that are zero.
         decay = 0.0 - fp32_lr * fp32_decay
-    factor = _make_factor(gradient_factor, steps[0].device)
+    factor = make_factor(gradient_factor, steps[0].device)
     exact_lr, exact_decay = torch.tensor([lr, weight_decay], dtype=torch.float64)
     return [
         AdamWNumbers(rate, decay, factor, step, exact_lr, exact_decay)

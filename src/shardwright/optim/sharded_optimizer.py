@@ -249,6 +249,10 @@ class UpdateByPiece:
         """Return True if the prepared step may find on the device that it changes nothing."""
         return False
 
+    def undo_counts(self) -> None:
+        """Take back what a step has counted on the host that the device skipped: nothing, unless an
+        optimizer counts there."""
+
     def discard_preparation(self) -> None:
         """Forget what `prepare_step` has prepared, which holds the gradients: there is no step."""
         self._prepared = None

@@ -326,10 +326,14 @@ def update_parameters(
         values = [[float(norm)]]
     check_nccl_groups()  # the device has computed the gradients
     (gradient_norm,), *read_values = values
-    if rows_beyond_limit is not None and (beyond_limit := int(read_values.pop(0)[0])):
+    beyond_limit = 0 if rows_beyond_limit is None else int(read_values.pop(0)[0])
+    skipped = beyond_limit > 0 or not isfinite(gradient_norm)
+    if skipped and pending is not None:
+        assert isinstance(optimizer, UpdateByPiece)
+        optimizer.undo_counts()
+    if beyond_limit:
         _drop_gradients(optimizer)
         return StepUpdate(gradient_norm, True, tuple(read_values), rows_beyond_limit=beyond_limit)
-    skipped = not isfinite(gradient_norm)
     if scaler is not None:
         scaler.update(skipped)
     with mark_phase("update"):

@@ -20,7 +20,9 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import SaveFailed
 from shardwright.layout import Layout
 from shardwright.optim import build_optimizer
+from shardwright.optim.bf16_updates import BF16AdamW
 from shardwright.optim.local_updates import AdamW
+from shardwright.optim.sharded_optimizer import UpdateByPiece
 from shardwright.optim.state import collect_optimizer_tensors
 from shardwright.training import step as training_step
 from shardwright.training.metrics.host_reads import PendingRead
@@ -29,19 +31,23 @@ from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
 
 CASE = Case(Layout())
+BF16_CASE = Case(
+    Layout(), sections={"precision": {"kind": "bf16", "master_weights": "bf16"}}
+)  # weights and moments, too
 
 
 class Training:
     """A model on the device with its optimizer, and the batches of a step in pinned memory."""
 
-    def __init__(self) -> None:
-        recipe = CASE.make_recipe()
-        self.model = build_model(CASE, recipe, CASE.layout, torch.device("cuda", 0))
+    def __init__(self, case: Case = CASE) -> None:
+        recipe = case.make_recipe()
+        self.model = build_model(case, recipe, case.layout, torch.device("cuda", 0))
         self.optimizer = build_optimizer(
             self.model.named_parameters(),
             recipe.optimizer,
             learning_rate=LEARNING_RATE,
             weight_decay=0.1,
+            model=self.model,
         )
         self.step = 0
 
@@ -147,12 +153,14 @@ def test_micro_batches_are_copied_from_pinned_memory_without_waiting() -> None:
         assert log.total() == number, log
 
 
-def run_updates(*, is_skipped: bool) -> tuple[Training, StepUpdate, list[torch.Tensor]]:
+def run_updates(
+    *, is_skipped: bool, case: Case = CASE
+) -> tuple[Training, StepUpdate, list[torch.Tensor]]:
     """Run two updates with clipping; a number of the second one's gradients may be a NaN.
 
     Returns the training, the second update, and weights, moments and step counts.
     """
-    training = Training()
+    training = Training(case)
     training.accumulate()
     training.update()
     training.accumulate()
@@ -173,25 +181,26 @@ def run_updates(*, is_skipped: bool) -> tuple[Training, StepUpdate, list[torch.T
     return training, update, [*training.collect_state().values(), *counts]
 
 
+@pytest.mark.parametrize(("rule", "case"), [(AdamW, CASE), (BF16AdamW, BF16_CASE)])
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_an_update_that_is_launched_before_the_wait_has_the_bits_of_one_after_it(
-    is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+    is_skipped: bool, rule: type[UpdateByPiece], case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     wait = PendingRead.wait
-    launch = AdamW.update_pieces
+    launch = rule.update_pieces
     monkeypatch.setattr(PendingRead, "wait", lambda each: (calls.append("wait"), wait(each))[1])
     monkeypatch.setattr(
-        AdamW, "update_pieces", lambda *arguments: (calls.append("launch"), launch(*arguments))[1]
+        rule, "update_pieces", lambda *arguments: (calls.append("launch"), launch(*arguments))[1]
     )
-    _, update, found = run_updates(is_skipped=is_skipped)
+    _, update, found = run_updates(is_skipped=is_skipped, case=case)
     assert calls == ["launch", "wait"] * 2
     assert update.is_skipped == is_skipped
     assert update.read_values == ([7.0, 7.0],)
 
     calls.clear()
-    monkeypatch.setattr(AdamW, "can_skip_on_device", lambda _optimizer: False)
-    training, separate, expected = run_updates(is_skipped=is_skipped)
+    monkeypatch.setattr(rule, "can_skip_on_device", lambda _optimizer: False)
+    training, separate, expected = run_updates(is_skipped=is_skipped, case=case)
     assert calls == ["launch"] * (1 if is_skipped else 2)
     assert update.gradient_norm == separate.gradient_norm or is_skipped
     assert {float(state["step"]) for state in training.optimizer.state.values()} == {

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,13 +114,23 @@ def make_step(name: str, seconds: float, **fields: Any) -> Step:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[Step], *options: str
+    monkeypatch: pytest.MonkeyPatch,
+    out: Path,
+    steps: list[Step],
+    *options: str,
+    code: int = 0,
+    delay: float = 0.0,
 ) -> dict[str, dict[str, Any]]:
-    monkeypatch.setattr(gpu_parts, "list_steps", lambda _arguments: steps)
     environment = dict(os.environ) | {"TORCHINDUCTOR_CACHE_DIR": str(out / "cache")}
-    monkeypatch.setattr(gpu_parts, "build_environment", lambda _arguments: environment)
+
+    def build_environment(_arguments: argparse.Namespace) -> dict[str, str]:
+        time.sleep(delay)
+        return environment
+
+    monkeypatch.setattr(gpu_parts, "list_steps", lambda _arguments: steps)
+    monkeypatch.setattr(gpu_parts, "build_environment", build_environment)
     monkeypatch.setattr(gpu_parts, "ROOT", out)  # nothing is published there
-    assert gpu_parts.main(["--device", "cpu", "--out", str(out), *options]) == 0
+    assert gpu_parts.main(["--device", "cpu", "--out", str(out), *options]) == code
     content = json.loads((out / "gpu.json").read_text())
     return {step["name"]: step for step in content["steps"]}
 
@@ -144,6 +155,35 @@ def test_steps_without_a_current_result_come_first_and_those_that_do_not_fit_are
     # An earlier result stays if there is no time for another.
     results = run(monkeypatch, tmp_path, [replace(old, code=("x",)), new], "--seconds", "0.01")
     assert [results[name]["status"] for name in ("old", "new")] == ["passed", "passed"]
+
+
+def test_an_ended_call_or_a_long_step_leaves_results_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step reads its own outcome, as the page of a call that was ended during it would."""
+    code = (
+        "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1])\n"
+        "(folder / 'result.json').write_text((folder / 'outcome.json').read_text())\n"
+        "time.sleep(60)"
+    )
+    long = replace(make_step("long", 0.1), command=(sys.executable, "-c", code, "{out}"))
+    monkeypatch.setattr(gpu_parts, "_LONGEST_MORE_SECONDS", 1.8)
+    results = run(monkeypatch, tmp_path, [long, make_step("next", 1)], "--seconds", "60", code=1)
+    assert results["long"]["status"] == "timed out"
+    assert 2.0 <= results["long"]["seconds"] < 50.0
+    assert results["next"]["status"] == "passed"
+    during = results["long"]["result"]
+    assert during["status"] == "interrupted"
+    (tmp_path / "steps/1-long/outcome.json").write_text(json.dumps(during))
+    gpu_parts.write_results(tmp_path, [long])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "**1 interrupted.**" in page
+    # Time before the first step counts: imports, unpacked wheels.
+    untils: list[float] = []
+    monkeypatch.setattr(gpu_parts, "run_in_time", lambda *each: bool(untils.append(each[-1])))
+    start_seconds = time.monotonic()
+    run(monkeypatch, tmp_path, [long], "--seconds", "60", delay=1.0)
+    assert start_seconds + 60 <= untils[0] < start_seconds + 60.9
 
 
 def test_results_of_other_code_are_not_current(
@@ -267,5 +307,9 @@ def test_goals_are_steps_against_torchtune(shapes: str) -> None:
     # The profile's kernels are those of the timed step, and are compiled once.
     (profile,) = (step for step in goals if step.name == f"profile {first.name[6:]}")
     assert profile.compile_commands == first.compile_commands[:1]
+    # Steps with 8-bit products are those that are compiled ahead.
+    (quantised,) = (step for step in goals if step.name == "low precision all layers")
+    recipes = [command[-1] for command in quantised.compile_commands]
+    assert recipes == list(quantised.command[quantised.command.index("--only") + 1 :: 2])
     if shapes == "real":
         assert sum(step.estimated_seconds for step in goals) < 560 + 240

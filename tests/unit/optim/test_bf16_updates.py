@@ -18,7 +18,7 @@ from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.numerics.compiled_casts import rounds_casts_on_cpu
 from shardwright.numerics.function_compiler import FunctionCompiler
 from shardwright.optim import bf16_updates, build_optimizer, collect_optimizer_tensors
-from shardwright.optim.sharded_optimizer import ParameterPiece
+from shardwright.optim.sharded_optimizer import DeviceFactor, ParameterPiece
 from shardwright.optim.stochastic_rounding import (
     PlaceTable,
     StochasticRounding,
@@ -78,12 +78,24 @@ def make_gradients(shape: tuple[int, ...], num_steps: int = 3) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for _ in range(num_steps)]
 
 
-def train(parameter: nn.Parameter, optimizer: Any, gradients: list[Tensor]) -> dict[str, Tensor]:
-    """Update with the gradients times 0.37; return the weight and its moments."""
+def train(
+    parameter: nn.Parameter, optimizer: Any, gradients: list[Tensor], *, on_device: bool = False
+) -> dict[str, Tensor]:
+    """Update with the gradients times 0.37; return the weight and its moments.
+
+    With `on_device` the factor is a tensor, and a skipped step precedes each other one.
+    """
     for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.gradient_factor = 0.37
-        optimizer.step()
+        for factor in (torch.nan, 0.37) if on_device else (0.37,):
+            parameter.grad = gradient.clone()
+            optimizer.prepare_step()
+            if on_device:
+                optimizer.device_factor = DeviceFactor.from_value(torch.tensor(factor))
+            else:
+                optimizer.gradient_factor = factor
+            optimizer.step()
+            if factor != 0.37:
+                optimizer.undo_counts()
     moments = collect_optimizer_tensors(optimizer, [("weight", parameter)])
     return {"weight": parameter.detach(), **moments}
 
@@ -215,6 +227,7 @@ def check_parts(rule: str, compiler: FunctionCompiler | None) -> None:
         part = train(
             *build(rule, take_part(weight, boxes), Model(shape, *local), compiler=compiler),
             [take_part(gradient, boxes) for gradient in gradients],
+            on_device=rule != "adamw_8bit",
         )
         for key, tensor in part.items():
             if whole[key].shape == shape:  # not scales of blocks
