@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.case import LLAMA_29M, Case
 from benchmarks.conditions import format_rows, read_conditions
-from shardwright.config.offload import BUCKETS_PER_BUFFER, DEFAULT_BUFFER_BYTES
+from shardwright.config.offload import DEFAULT_BUFFER_BYTES, DISK_BUCKET_BYTES
 
 MODELS: dict[str, dict[str, Any]] = {
     "29m": LLAMA_29M,
@@ -42,7 +42,6 @@ MODELS: dict[str, dict[str, Any]] = {
 CONTENDERS = ("shardwright", "shardwright disk", "deepspeed host", "deepspeed nvme")
 NUM_STEPS = 6
 """The first two are not counted."""
-_BLOCK_BYTES = DEFAULT_BUFFER_BYTES // BUCKETS_PER_BUFFER
 
 
 def main() -> None:
@@ -291,17 +290,17 @@ def measure_with_fio(
         Bytes per second of each direction; the seconds of the slower one.
     """
     assert shutil.which("fio"), "install fio"
-    size = num_bytes // _BLOCK_BYTES * _BLOCK_BYTES
+    size = num_bytes // DISK_BUCKET_BYTES * DISK_BUCKET_BYTES
     with tempfile.TemporaryDirectory(dir=folder) as name:
         for direction in directions:
             with Path(name, direction).open("wb") as file:
-                for _ in range(size // _BLOCK_BYTES):
-                    file.write(bytes(_BLOCK_BYTES))
+                for _ in range(size // DISK_BUCKET_BYTES):
+                    file.write(bytes(DISK_BUCKET_BYTES))
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         engine = "psync" if depth == 1 else "libaio"
         command = ["fio", "--output-format=json", f"--ioengine={engine}", f"--iodepth={depth}"]
-        command += ["--direct=1", f"--bs={_BLOCK_BYTES}", f"--size={size}"]
+        command += ["--direct=1", f"--bs={DISK_BUCKET_BYTES}", f"--size={size}"]
         for direction in directions:
             command += [f"--name={direction}", f"--rw={direction}", "--overwrite=1"]
             command += [f"--filename={Path(name, direction)}"]

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.conditions import format_rows, read_conditions
 from benchmarks.offload import measure_with_fio
-from shardwright.config.offload import BUCKETS_PER_BUFFER
+from shardwright.config.offload import DISK_BUCKET_BYTES
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.parameter_store import DiskParameterStore
 from shardwright.offload.state_buckets import OffloadedParameter, partition_state
@@ -108,7 +108,7 @@ def swap_moments(folder: Path) -> float:
     """Swap moments in and out, bucket by bucket; return bytes per second of both directions."""
     spec = StateSpec((_NUM_BYTES // 8,), torch.float32)
     moments = OffloadedParameter("weight", spec.shape[0], 1, {"exp_avg": spec, "exp_avg_sq": spec})
-    buckets = partition_state([moments], _BUFFER_BYTES // BUCKETS_PER_BUFFER)
+    buckets = partition_state([moments], DISK_BUCKET_BYTES)
     store = DiskStore(folder, buckets.segment_bytes, 3 * _BUFFER_BYTES)
     seconds = 0.0
     for is_measured in (False, True):  # the first writes of a reserved file take longer
@@ -116,7 +116,7 @@ def swap_moments(folder: Path) -> float:
         open_swaps = []
         for index, bucket in enumerate(buckets.buckets):
             open_swaps.append(store.swap_in(index, bucket))
-            if len(open_swaps) == 3 * BUCKETS_PER_BUFFER:
+            if len(open_swaps) == 3 * _BUFFER_BYTES // DISK_BUCKET_BYTES:
                 swap = open_swaps.pop(0)
                 swap.parts.result()
                 store.swap_out(swap)

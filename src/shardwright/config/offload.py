@@ -11,8 +11,8 @@ from shardwright.config.recipe_section import LocalFolderText, RecipeSection
 OffloadTier = Literal["none", "host", "disk"]
 UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
-BUCKETS_PER_BUFFER = 16
-"""Buckets of state on disk in one buffer."""
+DISK_BUCKET_BYTES = 4 * 2**20
+"""Bytes of a bucket of state on disk, for buffers that are 4 to 16 times as large."""
 _BUCKETS_READ_AHEAD = 32
 """Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more."""
 
@@ -45,10 +45,11 @@ class OffloadSection(RecipeSection):
     have no name, and the operating system removes them when the run ends, however it ends."""
     buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
-    size, with CUDA through three in device memory. State on disk moves in buckets of a
-    sixteenth, through the memory of three buffers on the host, with CUDA also through three
-    buckets on the device. What they have beyond the moments of a block, at most two of
-    the three, keeps its buckets from step to step, so larger buffers move fewer bytes.
+    size, with CUDA through three in device memory. State on disk moves in buckets of 4 MiB, but
+    at least a sixteenth and at most a quarter of this size, through the memory of three buffers on
+    the host, with CUDA also through three buckets on the device. What they have beyond the moments
+    of a block, at most two of the three, keeps its buckets from step to step, so larger buffers
+    move fewer bytes.
     `activations: disk` has two buffers in host memory; `parameters: disk` has one, for trained
     weights two."""
     read_ahead_bytes: Literal["auto"] | Annotated[int, Field(ge=0, le=2**40, strict=True)] = "auto"
@@ -83,12 +84,15 @@ class OffloadSection(RecipeSection):
 
         On disk it is a fraction of a buffer, because an update waits until its first bucket is
         written and another one is read into that memory (docs/decisions/0180-smaller-buckets.md).
-        In host memory it is larger if much is read ahead, because the host launches each bucket.
+        Smaller buckets than 4 MiB cost processor time, of the update and of requests
+        (docs/decisions/0227-fewer-buckets-on-disk.md). In host memory a bucket is larger if much
+        is read ahead, because the host launches each.
         """
         if self.optimizer != "disk":
             ahead_bytes = self.ahead_bytes // _BUCKETS_READ_AHEAD // 4096 * 4096
             return max(self.buffer_bytes, ahead_bytes)
-        return max(1, self.buffer_bytes // BUCKETS_PER_BUFFER // 4096) * 4096
+        num_bytes = min(max(DISK_BUCKET_BYTES, self.buffer_bytes // 16), self.buffer_bytes // 4)
+        return max(1, num_bytes // 4096) * 4096
 
     @property
     def ahead_bytes(self) -> int:

@@ -458,8 +458,9 @@ def test_no_bucket_is_read_after_a_failed_write(
 
 def test_buckets_on_disk_are_smaller_than_buffers_in_the_same_memory(tmp_path: Path) -> None:
     run = Run("adamw", tmp_path, tier="host")
-    section = OffloadSection(optimizer="disk", buffer_bytes=16 * BUFFER_BYTES)
-    assert section.bucket_bytes == BUFFER_BYTES
+    for pages, bucket_pages in ((1, 1), (9, 2), (2**10, 2**8), (2**13, 2**10), (2**18, 2**14)):
+        section = OffloadSection(optimizer="disk", buffer_bytes=pages * PAGE_BYTES)
+        assert section.bucket_bytes == bucket_pages * PAGE_BYTES
     partition = run.partition
     assert partition.compute_staging_bytes(4 * BUFFER_BYTES) == partition.num_bytes
     assert partition.compute_staging_bytes(BUFFER_BYTES) == 3 * BUFFER_BYTES

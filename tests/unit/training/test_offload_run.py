@@ -26,7 +26,7 @@ from tests.unit.training.test_loop import build_recipe
 TIERS: dict[str, dict[str, Any]] = {
     "none": {},
     "host": {"optimizer": "host", "buffer_bytes": 8192},
-    "disk": {"optimizer": "disk", "buffer_bytes": 32768},
+    "disk": {"optimizer": "disk", "buffer_bytes": 16384},
 }
 
 
