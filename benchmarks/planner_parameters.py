@@ -290,9 +290,35 @@ benchmarks.fit_cpu` prints `host_seconds`, `bytes_share`, `handoff_share`, `step
 # a kernel with small tiles for these generations: 89.6 and 83.6 instead of 155.9 TFLOP/s on an RTX
 # 4090 (widths of 2056, 2072 and 2040; issue 181718 of PyTorch, 2026-04-28).
 HALF_ALIGNED = {"half_aligned_share": 0.56}
+RTX_4090 = {"matmul_share": 0.944}
+# Measured by the kernel's authors, not fitted. On A100 it reaches up to 73% of the peak forward
+# and 63% backward (arXiv 2307.08691, section 1). On an H100 370 and 291 TFLOP/s without a causal
+# mask, 284 and 287 with one, at 8,192 tokens and heads of 128 (pull request 1791 of
+# flash-attention). Half of the rate is at 735 and 910 tokens, if aleph-layouts' rows of 2,048
+# tokens have these maxima.
+ON_AMPERE = {
+    "attention_forward_share": 0.73,
+    "attention_backward_share": 0.63,
+    "attention_half_tokens": 800.0,
+}
+ON_HOPPER = {
+    "attention_forward_share": 0.374,
+    "attention_backward_share": 0.294,
+    "attention_half_tokens": 800.0,
+}
+FLASH_ATTENTION_2 = {
+    "FlashAttention-2 on Ada": ON_AMPERE,
+    "FlashAttention-2 on Ampere": ON_AMPERE,
+    "FlashAttention-2 on Hopper": ON_HOPPER,
+}
 START = EfficiencyTable(
     {
-        "accelerators": {"cpu": CPU, "Ampere": HALF_ALIGNED, "Ada": HALF_ALIGNED},
+        "accelerators": {
+            "cpu": CPU,
+            "Ampere": HALF_ALIGNED,
+            "Ada": HALF_ALIGNED,
+            "RTX4090-24GB": RTX_4090,
+        },
         "frameworks": {
             "nanotron": NANOTRON,
             "deepspeed": DEEPSPEED,
@@ -300,7 +326,7 @@ START = EfficiencyTable(
             "shardwright": OURS,
             "shardwright on gpu": OURS_ON_GPU,
         },
-        "features": LATENT | ROUTING | FUSED,
+        "features": LATENT | ROUTING | FUSED | FLASH_ATTENTION_2,
     }
 )
 """Start of every fit: the defaults of `Efficiency`, with values read from single rows of nanotron's

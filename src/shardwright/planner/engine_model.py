@@ -59,6 +59,9 @@ def choose_optimizer_kind(section: OptimizerSection) -> OptimizerKind:
 
 _NF4_BYTES = 0.5 + 4.0 / 64
 """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
+_DEQUANTISATION_BYTES = 6.0
+"""Bytes moved per NF4 weight of a matmul: 4 bits read, looked up and written, scaled by scales
+that are quantised too."""
 
 
 class SavedTensors(NamedTuple):
@@ -105,12 +108,31 @@ class AdapterPasses(NamedTuple):
     forward_outputs: int
     backward_inputs: int
     backward_outputs: int
+    forward_operations: int
+    """Operations that the host launches for one matrix's adapter."""
+    backward_operations: int
 
 
-SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4)
+SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4, 4, 6)
 """Separate operations. Forward: the input is read; the second matmul's result is written, scaled,
 and added to the matrix's output. Backward: the scaled gradient is written and read by two
 matmuls, the input is read by a third, and its gradient is written and added."""
+
+
+class ElementwisePasses(NamedTuple):
+    """Reads and writes of a tensor by the operations of an RMS norm (tensors of the model's width),
+    and of a rotary embedding (queries and keys), in the compute precision."""
+
+    norm_forward: int = 2
+    norm_backward: int = 4
+    rotary_forward: int = 3
+    rotary_backward: int = 3
+    is_exact: bool = False
+    """True if every operation is counted, so that a trainer's fusion can only move fewer bytes."""
+
+
+FEW_PASSES = ElementwisePasses()
+"""Norms of one operation, and rotary embeddings that read, rotate and write once."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +144,11 @@ class EngineModel:
     def adapter_passes(self) -> AdapterPasses:
         """Reads and writes of adapters in addition to their matrices."""
         return SEPARATE_ADAPTER_PASSES
+
+    @property
+    def elementwise_passes(self) -> ElementwisePasses:
+        """Reads and writes of norms and rotary embeddings that are not compiled."""
+        return FEW_PASSES
 
     @property
     def has_ordered_frees(self) -> bool:
@@ -174,6 +201,11 @@ class EngineModel:
         """Return True if casts of replicated weights are repeated rather than saved."""
         return recompute != "none"
 
+    @property
+    def dequantisation_bytes(self) -> float:
+        """Bytes moved per weight and pass to dequantise a frozen matrix."""
+        return _DEQUANTISATION_BYTES
+
     # Gradients and optimizer states.
 
     def get_gradient_bytes(self, master_bytes: int) -> float:
@@ -194,6 +226,12 @@ class EngineModel:
     def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:
         """Compute total device bytes of the buffers through which offloaded states pass."""
         return min(optimizer_bytes, 3.0 * buffer_bytes)
+
+    def compute_update_temporary_bytes(
+        self, optimizer: OptimizerKind, num_elements: float
+    ) -> float:
+        """Compute total bytes that the update allocates in addition to its states."""
+        return 0.0
 
     def compute_offloaded_update_seconds(
         self,

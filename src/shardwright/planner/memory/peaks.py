@@ -109,7 +109,17 @@ def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> 
         optimizer=persistent.optimizer,
         gradients=persistent.updated_gradients
         + persistent.moved.compute_gradient_bytes(num_gradient_blocks),
+        workspaces=_compute_update_temporaries(candidate, persistent),
         gathered=persistent.moved.compute_weight_bytes(num_weight_blocks),
+    )
+
+
+def _compute_update_temporaries(candidate: Candidate, persistent: PersistentMemory) -> float:
+    trained = persistent.trained_parameters
+    if candidate.offload != "none":
+        return 0.0
+    return candidate.engine.compute_update_temporary_bytes(
+        candidate.optimizer, trained.sharded if candidate.layout.zero_stage else trained.local
     )
 
 

@@ -10,10 +10,12 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.planner.engine_model import (
+    FEW_PASSES,
     OPTIMIZER_COSTS,
     SEPARATE_ADAPTER_PASSES,
     AdapterPasses,
     BlockBytes,
+    ElementwisePasses,
     EngineModel,
     OptimizerKind,
     SavedTensors,
@@ -21,6 +23,7 @@ from shardwright.planner.engine_model import (
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.published import stage_rules
+from shardwright.planner.published.node_dispatch import time_node_dispatch
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.schedule.registry import assign_stages
 
@@ -47,6 +50,9 @@ class FrameworkConventions(EngineModel):
     gradient_bytes: float | None = None
     has_half_precision_states: bool = False
     """Optimizer states in half precision, like the weights."""
+    has_paged_states: bool = False
+    """Optimizer states are in memory that the driver moves to the host (bitsandbytes' paged
+    optimizers), which no allocator reports."""
     gather_bytes: float | None = None
     """Bytes per parameter gathered by zero_stage 3, in transfer and in memory. None: compute
     precision."""
@@ -60,12 +66,16 @@ class FrameworkConventions(EngineModel):
     """Bytes per element of a frozen NF4 matrix: 4 bits, and an fp32 scale per block of 64."""
     adapter_passes: AdapterPasses = SEPARATE_ADAPTER_PASSES
     """Reads and writes that adapters add to those of their matrices, by the trainer's kernels."""
+    elementwise_passes: ElementwisePasses = FEW_PASSES
+    """Reads and writes of the trainer's norms and rotary embeddings."""
     should_drop_frozen_inputs: bool = False
     """Inputs of matmuls and norms without an adapter are not saved: only gradients of frozen
     weights would need them."""
     unquantised_bytes: float | None = None
     """Bytes per frozen parameter that stays unquantised next to NF4 matrices. None: compute
     precision."""
+    dequantisation_bytes: float = 6.0
+    """Bytes moved per weight and pass to dequantise a frozen matrix."""
     has_separate_gradient_sum: bool = False
     """With fp32 gradient accumulation, the half-precision gradients stay in memory with their
     sums."""
@@ -75,6 +85,11 @@ class FrameworkConventions(EngineModel):
     update_copy_bytes: float = 0.0
     """Bytes per updated parameter of gradients that the update first copies into one tensor,
     which also needs memory of its own."""
+    update_group_elements: float = float("inf")
+    """Elements that zero_stage 3 updates at a time, of which alone these copies exist."""
+    has_foreach_update: bool = False
+    """AdamW updates all parameters with one operation after the other, and allocates the square
+    roots of all second moments (torch/optim/adamw.py, `_multi_tensor_adamw`)."""
     reduced_elements: float = 0.0
     """Gradients that zero_stage 1 copies into one tensor to reduce them. No freed activation is as
     large, so it needs memory of its own."""
@@ -188,10 +203,14 @@ class FrameworkConventions(EngineModel):
         """Compute the seconds of an update on the host (DeepSpeedCPUAdam, or torch's AdamW with
         FSDP's CPUOffload), and of the copies of fp32 gradients and weights.
 
-        The host reads and writes each state and the fp32 weight once, reads the gradient, and
-        writes the weights in the compute precision (ZeRO-Offload, arXiv 2101.06840, section 5).
+        The host reads and writes each state once, master weights included. DeepSpeed's gradients
+        arrive in fp32, are scaled and are read (16 bytes); weights are cast and read for their copy
+        (8; deepspeed/runtime/zero/stage3.py, `unscale_and_clip_grads` and
+        `_reassign_or_swap_out_partitioned_parameters`). FSDP's gradients arrive and are read, and
+        weights are read, written, and read for their copy.
         """
-        host_bytes = 2 * state_bytes + num_elements * (4 + 2 + 8 * self.has_master_weights)
+        width = 2 if self.has_half_precision_states else 4
+        host_bytes = 2 * state_bytes + num_elements * (24 if self.master_bytes else 5 * width)
         host_rate = _HOST_BYTES_PER_SECOND / num_local_ranks
         return host_bytes / host_rate + num_elements * 8 / rate
 
@@ -220,7 +239,14 @@ class FrameworkConventions(EngineModel):
         state_bytes = OPTIMIZER_COSTS[optimizer].state_bytes * (2 if master_bytes == 8 else 1)
         if self.has_half_precision_states and optimizer != "adamw_8bit":
             state_bytes /= 2
-        return state_bytes + self.master_bytes
+        return (0.0 if self.has_paged_states else state_bytes) + self.master_bytes
+
+    def compute_update_temporary_bytes(
+        self, optimizer: OptimizerKind, num_elements: float
+    ) -> float:
+        if not self.has_foreach_update or optimizer != "adamw":
+            return 0.0
+        return num_elements * (2 if self.has_half_precision_states else 4)
 
     @property
     def has_gradient_buffers(self) -> bool:
@@ -271,9 +297,10 @@ class FrameworkConventions(EngineModel):
             if self.has_separate_gradient_stream and is_sharded
             else 0.0
         )
-        update_copies = self.update_copy_bytes * (
-            trained.sharded if layout.zero_stage else trained.local
-        )
+        updated = trained.sharded if layout.zero_stage else trained.local
+        if layout.zero_stage == 3:
+            updated = min(updated, self.update_group_elements)
+        update_copies = self.update_copy_bytes * updated
         if is_sharded:
             reduced = min(self.reduced_elements, trained.local)
             update_copies += reduced * (self.reduce_bytes or 0.0)
@@ -391,31 +418,7 @@ class FrameworkConventions(EngineModel):
             return super().time_expert_exchange(
                 network, group, experts, tokens, row_bytes, sequence_group
             )
-        num_draws = experts.experts_per_token
-        gathered = 0.0
-        if sequence_group is not None:
-            # Each tensor-parallel rank sends the rows of its part of the sequence, and all ranks
-            # with a shard of an expert receive all of its rows.
-            num_bytes = tokens * num_draws * row_bytes
-            gathered = network.time_all_gather(
-                sequence_group, num_bytes
-            ) + network.time_reduce_scatter(sequence_group, num_bytes)
-            tokens /= sequence_group.num_ranks
-        # A token is sent once to each domain, and within it to each rank, that has one of its
-        # experts: those that k draws hit, or those of the groups it may use.
-        domains = group.num_ranks / network.cluster.count_ranks_per_domain(
-            group.num_ranks, group.stride
-        )
-        num_domains_reached = _count_places_reached(domains, num_draws)
-        if experts.num_groups > 1:
-            max_domains = max(
-                experts.groups_per_token * domains / experts.num_groups,
-                min(domains, experts.groups_per_token),
-            )
-            num_domains_reached = min(num_domains_reached, max_domains)
-        num_bytes = tokens * _count_places_reached(group.num_ranks, num_draws) * row_bytes
-        crossing = tokens * num_domains_reached * (domains - 1) / domains * row_bytes
-        return gathered + 2 * network.time_dispatch(group, num_bytes, crossing)
+        return time_node_dispatch(network, group, experts, tokens, row_bytes, sequence_group)
 
     def partition_layers(
         self, facts: ModelFacts, layout: Layout, sequence_length: int
@@ -442,9 +445,3 @@ class FrameworkConventions(EngineModel):
             )
             begin += count
         return stages
-
-
-def _count_places_reached(places: float, num_draws: int) -> float:
-    """Return the expected number of places, with equal numbers of experts, that have an expert
-    of a token."""
-    return places * (1 - (1 - 1 / places) ** num_draws)

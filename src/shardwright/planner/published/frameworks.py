@@ -7,13 +7,12 @@ BigScience; Composer 0.14 to 0.22 (llm-foundry); torchtitan; litgpt of 2023.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout.degrees import ZeroStage
-from shardwright.planner.engine_model import AdapterPasses
+from shardwright.planner.engine_model import FEW_PASSES, AdapterPasses, ElementwisePasses
 from shardwright.planner.published.conventions import FrameworkConventions
 
 
@@ -54,6 +53,11 @@ class FrameworkDefaults:
     has_hopper_attention: bool = False
     """Attention on Hopper is cuDNN's kernel, which was written for it (Transformer Engine). Others
     ran kernels written for Ampere (FlashAttention-2, Triton's)."""
+    has_flash_attention_2: bool = False
+    """Attention is FlashAttention-2, by itself or as PyTorch's. On Ampere the fitted trainers ran
+    its predecessor, on Hopper also Triton's kernel (llm-foundry)."""
+    should_offload_activations: bool = False
+    """Inputs of recomputed blocks are on the host unless a row says otherwise."""
     has_interleaved_schedule: bool = False
     """True if published pipelines have several stages per rank when a row does not state the
     number."""
@@ -78,14 +82,20 @@ _EAGER_LOGIT_BYTES = 14.0
 """Bytes per logit of the loss in transformers: bf16 logits, an fp32 copy, their log-softmax,
 and its gradient."""
 
+_EAGER_PASSES = ElementwisePasses(18, 38, 10, 15, is_exact=True)
+"""Passes of `LlamaRMSNorm` and `apply_rotary_pos_emb` (transformers, modeling_llama.py), operation
+by operation: a norm casts to fp32, squares, averages, scales, casts back and multiplies."""
+
 _HUGGING_FACE = FrameworkConventions(
     "huggingface",
+    elementwise_passes=_EAGER_PASSES,
     num_gated_tensors=4.0,
     num_norm_tensors=4.0,
     logit_bytes=_EAGER_LOGIT_BYTES,
     nf4_bytes=_DOUBLE_QUANTISED_BYTES,
     unquantised_bytes=4.0,
     should_drop_frozen_inputs=True,
+    has_foreach_update=True,
 )
 
 
@@ -257,21 +267,24 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
     ),
     "deepspeed": FrameworkDefaults(
         # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does. Defaults
-        # of stage3_max_live_parameters and stage3_max_reuse_distance: a billion parameters.
+        # of stage3_max_live_parameters, stage3_max_reuse_distance and sub_group_size: a billion.
         replace(
             _MIXED_PRECISION,
             name="deepspeed",
             gradient_bytes=2.0,
             update_copy_bytes=6.0,
+            update_group_elements=1e9,
             reduce_bytes=2.0,
             gather_bytes=2.0,
             max_live_elements=1e9,
+            elementwise_passes=_EAGER_PASSES,
             num_gated_tensors=4.0,
             num_norm_tensors=4.0,
             logit_bytes=_EAGER_LOGIT_BYTES,
         ),
         zero_stage=3,
         recompute="full",
+        has_flash_attention_2=True,
     ),
     "huggingface": FrameworkDefaults(
         # Trainer, TRL, PEFT and Accelerate: fp32 weights under autocast, whose casts live until
@@ -283,6 +296,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         should_replicate_adapted=True,
         quantised_recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
     "llama-factory": FrameworkDefaults(
         # Its README states 18 bytes per parameter for full tuning of 7B with mixed precision,
@@ -292,6 +306,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         should_replicate_adapted=True,
         recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
     "axolotl": FrameworkDefaults(
         # `bf16: true` loads and trains weights in bf16. Its examples recompute, and materialise
@@ -301,6 +316,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         should_replicate_adapted=True,
         recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
     "torchtune": FrameworkDefaults(
         # `dtype: bf16` applies to weights, gradients and states. The loss projects, casts and
@@ -319,6 +335,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         zero_stage=3,
         recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
     "automodel": FrameworkDefaults(
         # NeMo Automodel: transformers' models in bf16 under FSDP2, with its own kernels for
@@ -332,7 +349,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
                 "automodel",
                 nf4_bytes=_DOUBLE_QUANTISED_BYTES,
                 logit_bytes=4.0,
-                adapter_passes=AdapterPasses(1, 4, 5, 2),
+                adapter_passes=AdapterPasses(1, 4, 5, 2, 2, 4),
                 has_node_dispatch=True,
             )
         ),
@@ -349,7 +366,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         replace(
             _HUGGING_FACE,
             name="unsloth",
-            adapter_passes=AdapterPasses(1, 2, 3, 2),
+            elementwise_passes=FEW_PASSES,
+            adapter_passes=AdapterPasses(1, 2, 3, 2, 2, 6),
             num_gated_tensors=3.0,
             num_norm_tensors=2.0,
             logit_bytes=4.0,
@@ -357,6 +375,8 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         ),
         recompute="full",
         sequence_parallel=False,
+        should_offload_activations=True,
+        has_flash_attention_2=True,
     ),
     "gpt-neox": FrameworkDefaults(
         replace(
@@ -387,54 +407,3 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         sequence_parallel=False,
     ),
 }
-
-_FRAMEWORK_PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"nanotron", "nanotron"),
-    (r"megatron[-+]deepspeed|bigscience|bloom", "megatron-deepspeed"),
-    (r"megascale", "megatron-core"),
-    (r"megatron-lm|ptd\b", "megatron-lm"),
-    (r"automodel", "automodel"),
-    (r"nemo|megatron-core|megatron-bridge|dgxc", "megatron-core"),
-    (r"llm-foundry|composer|mosaic", "llm-foundry"),
-    (r"torchtune", "torchtune"),
-    (r"torchtitan|fsdp2", "torchtitan"),
-    (r"lit-?gpt|lightning", "litgpt"),
-    (r"aleph", "aleph"),
-    (r"unsloth", "unsloth"),
-    (r"axolotl", "axolotl"),
-    (r"llama-?factory", "llama-factory"),
-    (r"gpt-?neox|eleuther", "gpt-neox"),
-    (r"colossal", "colossalai"),
-    (r"primus", "megatron-core"),
-    (r"deepspeed|zero-3", "deepspeed"),
-    (r"hugging ?face|transformers|\btrl\b|\bpeft\b|accelerate|q-?lora", "huggingface"),
-)
-"""Patterns by which a row names its framework; the first match counts."""
-
-
-def find_framework_name(*texts: str) -> str | None:
-    """Return the framework that a text names, trying the texts in order. None if there is no
-    match.
-
-    >>> find_framework_name("", "NVIDIA/NeMo docs"), find_framework_name("a table")
-    ('megatron-core', None)
-    """
-    for text in texts:
-        for pattern, name in _FRAMEWORK_PATTERNS:
-            if re.search(pattern, text.lower()):
-                return name
-    return None
-
-
-_PERFORMANCE_RECIPE_PATTERN = r"nemo(?!\S* automodel)|megatron-bridge|dgxc"
-"""Names of NVIDIA's tables."""
-
-
-def is_performance_recipe(*texts: str) -> bool:
-    """Return True if a text names NVIDIA's performance recipes (scripts/performance of NeMo and
-    of Megatron-Bridge).
-
-    They set `grad_reduce_in_fp32 = False`, and adapt only the fused queries, keys and values
-    (`peft.target_modules = ["linear_qkv"]`).
-    """
-    return any(re.search(_PERFORMANCE_RECIPE_PATTERN, text.lower()) for text in texts)

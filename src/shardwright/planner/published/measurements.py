@@ -24,7 +24,11 @@ from shardwright.hardware.catalog_loading import states_memory
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.published.conventions import FrameworkConventions
-from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS, find_framework_name
+from shardwright.planner.published.framework_names import find_framework_name
+from shardwright.planner.published.frameworks import (
+    FRAMEWORK_DEFAULTS,
+    FrameworkDefaults,
+)
 from shardwright.planner.published.moe_recipes import add_prediction_layer, list_expert_features
 from shardwright.planner.published.named_models import (
     build_row_shape,
@@ -196,7 +200,7 @@ def read_published_run(row_id: str, row: Mapping[str, str]) -> PublishedRun:
         is_recompute_stated=row["recompute"] in ("none", "selective", "full")
         or not framework.is_recompute_variable,
         features=(
-            *_name_framework_features(framework_name, cluster),
+            *_name_framework_features(row, framework_name, cluster),
             *_list_features(row, shape, framework_name),
         ),
         assumptions=_list_assumptions(row, cluster),
@@ -229,15 +233,29 @@ def _guess_framework(row: Mapping[str, str]) -> str:
     return "torchtitan" if row["task"] in ("", "pretrain") else "huggingface"
 
 
-def _name_framework_features(framework_name: str, cluster: Cluster) -> tuple[str, ...]:
+def _name_framework_features(
+    row: Mapping[str, str], framework_name: str, cluster: Cluster
+) -> tuple[str, ...]:
     """Name a framework's own kernels and host speed on these accelerators."""
-    is_hopper = cluster.accelerator.generation == "Hopper"
-    has_own_attention = FRAMEWORK_DEFAULTS[framework_name].has_hopper_attention
+    generation = cluster.accelerator.generation
     return (
-        *(("Ampere attention on Hopper",) if is_hopper and not has_own_attention else ()),
-        f"{framework_name} on {cluster.accelerator.generation}",
+        *_name_attention_kernel(row, FRAMEWORK_DEFAULTS[framework_name], generation),
+        f"{framework_name} on {generation}",
         f"{framework_name} on {cluster.accelerator.name}",
     )
+
+
+def _name_attention_kernel(
+    row: Mapping[str, str], framework: FrameworkDefaults, generation: str
+) -> tuple[str, ...]:
+    """Name the attention kernel if it is not the one whose rate the generation's numbers are."""
+    if framework.has_hopper_attention and generation == "Hopper":
+        return ()
+    if not framework.has_flash_attention_2:
+        return ("Ampere attention on Hopper",) if generation == "Hopper" else ()
+    # PyTorch's own attention is cuDNN's kernel on Hopper, elsewhere FlashAttention-2.
+    is_cudnn = generation == "Hopper" and "sdpa" in row["notes.attention"].lower()
+    return () if is_cudnn else (f"FlashAttention-2 on {generation}",)
 
 
 def _list_features(

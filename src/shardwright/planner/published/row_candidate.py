@@ -73,7 +73,9 @@ def build_row_candidate(
         recompute=recompute,
         adapter=read_adapter(row),
         offload=_read_offload(row),
-        activation_offload="host" if row["notes.activation_offload"] else "none",
+        activation_offload="host"
+        if row["notes.activation_offload"] or framework.should_offload_activations
+        else "none",
         optimizer=_read_optimizer(row["notes.optimizer"]),
         reference=_read_reference(row),
         compile=row["compile"] == "yes",
@@ -118,7 +120,11 @@ def _read_optimizer(note: str) -> OptimizerKind:
 
 def _read_offload(row: Mapping[str, str]) -> OffloadKind:
     note = row["notes.offload"].lower()
-    return "none" if not note else "parameters" if "param" in note or "inf" in note else "optimizer"
+    if not note:
+        return "none"
+    # FSDP's CPUOffload moves parameters, and gradients and states with them.
+    is_fsdp = "fsdp" in row["notes.sharding"].lower() and "optim" not in note
+    return "parameters" if is_fsdp or "param" in note or "inf" in note else "optimizer"
 
 
 def _read_reference(row: Mapping[str, str]) -> ReferenceKind:

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from shardwright.hardware import Node
 from shardwright.layout import Layout
+from shardwright.planner.engine_model import FEW_PASSES
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.published.framework_names import is_performance_recipe
 from shardwright.planner.published.frameworks import (
     FRAMEWORK_DEFAULTS,
     FrameworkDefaults,
-    is_performance_recipe,
     use_pure_bf16,
 )
 from shardwright.planner.published.moe_recipes import has_all_to_all
@@ -21,6 +22,14 @@ from shardwright.planner.published.row_layout import read_integer
 _ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
 """Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
 releases gather a bucket at a time."""
+
+_GPTQ_BYTES = 0.5 + 2.5 / 128
+"""Bytes per weight of GPTQ: 4 bits, and an fp16 scale and a 4-bit zero per 128 weights. Preparing
+the model does not cast the rest to fp32 (peft's prepare_model_for_kbit_training)."""
+_GPTQ_DEQUANTISATION_BYTES = 16.5
+"""Bytes moved per GPTQ weight with 128 rows or more (auto_gptq/nn_modules/qlinear/
+qlinear_cuda_old.py): words of 32 bits are shifted once per weight and written (4.5), cast to 8 bits
+(5), masked (2), zeros subtracted (2), and scaled in fp16 (3)."""
 
 
 def build_conventions(
@@ -43,6 +52,17 @@ def build_conventions(
         conventions = use_pure_bf16(conventions)
     if row["notes.mixed_precision"] == "PURE":
         conventions = replace(conventions, reduce_bytes=2.0)
+    if row["notes.gptq"]:
+        conventions = replace(
+            conventions,
+            nf4_bytes=_GPTQ_BYTES,
+            dequantisation_bytes=_GPTQ_DEQUANTISATION_BYTES,
+            unquantised_bytes=None,
+        )
+    if row["notes.paged"]:
+        conventions = replace(conventions, has_paged_states=True)
+    if row["notes.fused_update"]:
+        conventions = replace(conventions, gradient_bytes=0.0)  # one gradient at a time
     if "RMS kernel" in row["notes.kernel"]:
         # The fused kernel's input and output.
         conventions = replace(conventions, num_norm_tensors=2.0)
@@ -57,7 +77,9 @@ def build_conventions(
     if conventions.name == "deepspeed" and re.search(
         _ZERO_3_OF_2021_PATTERN, row["source"].lower()
     ):
-        conventions = replace(conventions, should_gather_per_tensor=True)
+        conventions = replace(
+            conventions, should_gather_per_tensor=True, elementwise_passes=FEW_PASSES
+        )
     if row["notes.gradients"] and conventions.gradient_bytes:
         unsummed_bytes = (
             conventions.gradient_bytes if conventions.has_separate_gradient_sum else 0.0

@@ -10,7 +10,8 @@ from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster, find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import LowRankAdapter
-from shardwright.planner.published.frameworks import FrameworkDefaults, is_performance_recipe
+from shardwright.planner.published.framework_names import is_performance_recipe
+from shardwright.planner.published.frameworks import FrameworkDefaults
 from shardwright.planner.published.moe_recipes import resolve_expert_parallel
 from shardwright.planner.published.normalisation import normalise_count
 

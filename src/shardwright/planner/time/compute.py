@@ -20,6 +20,7 @@ from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.memory_traffic import (
     compute_local_sides,
     count_adapter_bytes,
+    count_adapter_operations,
     count_dequantisation_bytes,
     count_dispatched_rows,
     count_elementwise_bytes,
@@ -28,6 +29,7 @@ from shardwright.planner.time.memory_traffic import (
     count_repeated_quantisation_bytes,
     count_separate_bytes,
     count_weight_quantisation_bytes,
+    get_elementwise_passes,
     list_matmuls,
 )
 from shardwright.schedule.registry import has_split_backward
@@ -113,8 +115,11 @@ def compute_layer_seconds(
     launches_forward, launches_backward = _time_expert_launches(facts, kind, candidate, rates)
     # The host has waited for the numbers of rows, so it does not run ahead of the forward pass.
     forward += max(0.0, launches_forward - products.experts_forward)
-    host_forward = host * sparse * _NUM_FORWARD_OPERATIONS + launches_forward
-    host_backward = host * sparse * _NUM_BACKWARD_OPERATIONS + launches_backward
+    adapters_forward, adapters_backward = count_adapter_operations(facts, kind, candidate)
+    host_forward = host * (sparse * _NUM_FORWARD_OPERATIONS + adapters_forward) + launches_forward
+    host_backward = (
+        host * (sparse * _NUM_BACKWARD_OPERATIONS + adapters_backward) + launches_backward
+    )
     launched_on_host = 0.0
     if efficiency.runs_on_host:
         launched_on_host = host_forward
@@ -157,6 +162,8 @@ def _time_elementwise(
 ) -> tuple[float, float]:
     """Return the seconds of a layer's elementwise operations, forward and backward."""
     fused_share = _get_moved_share(candidate, rates)
+    if get_elementwise_passes(facts, candidate).is_exact:
+        fused_share = min(1.0, fused_share)
     forward, backward = (
         fused * fused_share + separate * max(1.0, rates.efficiency.bytes_share)
         for fused, separate in zip(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardwright.placement import has_whole_block_shards
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import FEW_PASSES, ElementwisePasses
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     STOCHASTIC_BYTES,
@@ -67,9 +68,10 @@ def count_elementwise_bytes(
 
     A norm reads and writes S D (backward: reads twice, writes once, and once more for the
     weight). A residual sum moves 3 S D, rotary embeddings 3 N (Q + K), a gate 5 N F, and 11 N F
-    backward.
+    backward. A trainer may have other norms and rotary embeddings (`elementwise_passes`).
     """
     shape = facts.shape
+    passes = get_elementwise_passes(facts, candidate)
     size = candidate.activation_bytes
     tp = candidate.layout.tp
     tokens = candidate.micro_batch_tokens
@@ -82,9 +84,18 @@ def count_elementwise_bytes(
         rows = candidate.count_expert_rows(experts.experts_per_token)
         inner = (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size) / tp
     gated = shape.is_gated or experts is not None
-    forward = width * (2 * kind.num_norms + 6) + 3 * heads + inner * (5 if gated else 2)
-    backward = width * (4 * kind.num_norms + 4) + 3 * heads + inner * (11 if gated else 3)
+    forward = width * (passes.norm_forward * kind.num_norms + 6) + passes.rotary_forward * heads
+    backward = width * (passes.norm_backward * kind.num_norms + 4) + passes.rotary_backward * heads
+    forward += inner * (5 if gated else 2)
+    backward += inner * (11 if gated else 3)
     return forward * size, backward * size
+
+
+def get_elementwise_passes(facts: ModelFacts, candidate: Candidate) -> ElementwisePasses:
+    """Return the passes of a candidate's norms and rotary embeddings."""
+    if candidate.compile or facts.shape.norm == "layer":
+        return FEW_PASSES
+    return candidate.engine.elementwise_passes
 
 
 def count_separate_bytes(
@@ -141,9 +152,20 @@ def count_adapter_bytes(
     return forward * candidate.activation_bytes, backward * candidate.activation_bytes
 
 
-_DEQUANTISATION_BYTES = 6.0
-"""Bytes moved per NF4 weight of a matmul: 4 bits read, looked up and written, scaled by scales
-that are quantised too."""
+def count_adapter_operations(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[float, float]:
+    """Count the operations that the host launches for a layer's adapters, forward and backward."""
+    adapter = candidate.adapter
+    if adapter is None:
+        return 0.0, 0.0
+    num_matrices = sum(
+        count_matmul_calls(facts, kind, product, candidate)
+        for product, _ in list_matmuls(facts, kind, candidate)
+        if product.role in adapter.roles
+    )
+    passes = candidate.engine.adapter_passes
+    return num_matrices * passes.forward_operations, num_matrices * passes.backward_operations
 
 
 def count_dequantisation_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
@@ -158,7 +180,7 @@ def count_dequantisation_bytes(facts: ModelFacts, kind: LayerKind, candidate: Ca
         for product in (*kind.matmuls, *kind.expert_matmuls)
         if product.role not in adapter.unquantised
     )
-    return elements / candidate.layout.tp * _DEQUANTISATION_BYTES
+    return elements / candidate.layout.tp * candidate.engine.dequantisation_bytes
 
 
 _QUANTISATION_BYTES = 4.0
