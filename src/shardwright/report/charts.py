@@ -30,6 +30,18 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     charts = [
         build_loss_chart(runs, axis),
         build_curves(
+            "reward-margin",
+            "Reward margin",
+            "reward of the chosen response - that of the rejected one",
+            lambda s: s.reward_margin,
+        ),
+        build_curves_from_zero(
+            "reward-accuracy",
+            "Reward accuracy",
+            "% of pairs whose chosen response has the higher reward",
+            lambda s: None if s.reward_accuracy is None else 100 * s.reward_accuracy,
+        ),
+        build_curves(
             "gradient-norm",
             "Gradient norm",
             "global norm before clipping",
