@@ -61,7 +61,7 @@ def test_inspect_shows_values_and_tensors(
     assert tensors["model.embedding"]["size_bytes"] == 240
     assert run(["checkpoint", "inspect", str(root / "step-00000010")]) == 0
     assert "model.embedding" in capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "60")  # a name is wrapped, not shortened
+    monkeypatch.setenv("COLUMNS", "52")  # a name is wrapped, not shortened
     assert run(["checkpoint", "inspect", str(root / "step-00000010")]) == 0
     assert "…" not in capsys.readouterr().out
 
