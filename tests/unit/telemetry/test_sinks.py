@@ -356,7 +356,7 @@ def test_absent_values_are_not_exported() -> None:
 
 
 def test_rewards_take_the_place_of_a_perplexity() -> None:
-    rewards = {"reward_margin": 0.25, "reward_accuracy": 0.75}
+    rewards: dict[str, Any] = {"reward_margin": 0.25, "reward_accuracy": 0.75}
     rewards |= {"reward_chosen": 0.5, "reward_rejected": 0.25}
     step = make_step_event(1, **rewards)
     evaluation = EvaluationEvent(step=1, loss=0.5, perplexity=1.6, tokens=9, seconds=1.0, **rewards)
