@@ -78,13 +78,7 @@ def _describe_event(event: Event, progress: RunProgress | None) -> str:
         case StepEvent():
             return _describe_step(event, progress)
         case EvaluationEvent():
-            best = "  best so far" if event.best else ""
-            # A preference loss is no mean over tokens: its exponential is not a perplexity.
-            quality = _describe_rewards(event) or f"perplexity {event.perplexity:.4g}"
-            return (
-                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
-                f"{quality}  ({format_seconds(event.seconds)}){best}"
-            )
+            return _describe_evaluation(event)
         case CheckpointEvent():
             size = format_bytes(event.size_bytes)
             seconds = format_seconds(event.seconds)
@@ -183,6 +177,16 @@ def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:
     if progress is not None and format_remaining(progress):
         parts.append(f"{format_remaining(progress)} left")
     return "  ".join(parts)
+
+
+def _describe_evaluation(event: EvaluationEvent) -> str:
+    best = "  best so far" if event.best else ""
+    # A preference loss is no mean over tokens: its exponential is not a perplexity.
+    quality = _describe_rewards(event) or f"perplexity {event.perplexity:.4g}"
+    return (
+        f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
+        f"{quality}  ({format_seconds(event.seconds)}){best}"
+    )
 
 
 def _describe_rewards(event: StepEvent | EvaluationEvent) -> str:
