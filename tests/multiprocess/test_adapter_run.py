@@ -138,6 +138,8 @@ def test_peft_and_transformers_load_the_export(
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    modes = {path.stat().st_mode for path in (tmp_path / "adapters").iterdir()}
+    assert len(modes) == 1, "one file is readable by fewer users than the other"
     words = ["export", str(run), "--merge", "--dtype", "fp32", "--out", str(tmp_path / "merged")]
     assert shardwright(words) == ExitCode.DONE
     texts = []

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from shardwright.checkpoint.commit import (
     BEST_NAME,
@@ -78,7 +78,7 @@ def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) 
     if json_output:
         print_json({"root": str(root), "checkpoints": rows})
         return
-    table = Table("checkpoint", "", "size", "tensors", "ranks", "problem")
+    table = Table("checkpoint", "pointers", "size", "tensors", "ranks", "problem")
     for row in rows:
         counts = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
         size = format_bytes(row["size_bytes"]) if "size_bytes" in row else ""
@@ -135,12 +135,13 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
         return
     console = open_console()
     console.print(
-        f"{folder}: step {manifest.step}, saved by {manifest.world_size} ranks, "
+        f"{folder}: step {manifest.step}, saved by {manifest.world_size} rank"
+        f"{'s' if manifest.world_size != 1 else ''}, "
         f"{manifest.written_by}; "
         f"{len(manifest.tensors)} tensors of "
         f"{format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}"
     )
-    tensors = Table("tensor", "dtype", "shape", "elements", "slices")
+    tensors = Table(Column("tensor", overflow="fold"), "dtype", "shape", "elements", "slices")
     for name, entry in manifest.tensors.items():
         tensors.add_row(
             name,
@@ -149,7 +150,7 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
             format_count(entry.num_elements),
             str(len(entry.slices)),
         )
-    files = Table("file", "size", "SHA-256")
+    files = Table(Column("file", overflow="fold"), "size", "SHA-256")
     for name, file in manifest.files.items():
         files.add_row(name, format_bytes(file.size_bytes), file.sha256[:16])
     console.print(tensors, files)

@@ -85,7 +85,11 @@ def data_command(
             content["written_tokens"] = written._asdict()
         print_json(content, ensure_ascii=False)
     else:
-        open_console().print(render_report(loaded_recipe, prepared, length, decoded))
+        console = open_console()
+        has_colours = console.color_system is not None and not console.no_color
+        console.print(
+            render_report(loaded_recipe, prepared, length, decoded, has_colours=has_colours)
+        )
 
 
 def _choose_shape_reader(recipe: Recipe) -> ReadShape:

@@ -35,7 +35,7 @@ def build_manifest(job: Job, options: KubernetesOptions) -> str:
             "unknown kind of job", field="--job-kind", got=job_kind, allowed=", ".join(_JOB_KINDS)
         )
     heading = (
-        f"# shardwright launch --kubernetes: {job.recipe.name}, "
+        f"# shardwright launch kubernetes: {job.recipe.name}, "
         f"{job.num_nodes} x {job.ranks_per_node} ranks\n"
     )
     objects = _JOB_KINDS[job_kind](job, options)

@@ -115,7 +115,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     arguments = shlex.join(job.build_train_arguments())
     lines = [
         "#!/bin/bash",
-        f"# shardwright launch --slurm: {job.recipe.name}, "
+        f"# shardwright launch slurm: {job.recipe.name}, "
         f"{job.num_nodes} x {job.ranks_per_node} ranks",
         *(f"#SBATCH {directive}" for directive in _build_directives(job, options)),
         "",

@@ -59,7 +59,7 @@ def load_recipe(
         raise RecipeError(
             "a recipe must be a mapping",
             field=str(path),
-            got=type(document).__name__,
+            got="an empty file" if document is None else type(document).__name__,
             allowed="model:, data:, training:, ...",
         )
     overrides = list(overrides)
@@ -175,11 +175,12 @@ def parse_layout(text: str) -> dict[str, Any]:
         LayoutSection.model_validate(layout)
     except ValidationError as error:
         first = error.errors()[0]
+        problem, allowed = _translate_problem(first)
         raise LayoutError(
-            str(first["msg"]),
+            problem,
             field=f"--layout {'.'.join(map(str, first['loc']))}",
             got=first.get("input"),
-            allowed=None,
+            allowed=allowed,
         ) from None
     return layout
 
@@ -305,6 +306,26 @@ def _build_recipe_error(
     )
 
 
+_PROBLEMS = {
+    "literal_error": ("not an allowed value", "{expected}"),
+    "greater_than": ("too small", "greater than {gt}"),
+    "greater_than_equal": ("too small", "greater than or equal to {ge}"),
+    "less_than": ("too large", "less than {lt}"),
+    "less_than_equal": ("too large", "less than or equal to {le}"),
+    "int_parsing": ("not a whole number", "e.g. 8, without quotes"),
+    "int_type": ("not a whole number", "e.g. 8, without quotes"),
+    "int_from_float": ("not a whole number", "e.g. 8, without decimals"),
+    "float_parsing": ("not a number", "e.g. 0.001 or 1e-3, without quotes"),
+    "float_type": ("not a number", "e.g. 0.001 or 1e-3, without quotes"),
+    "finite_number": ("not a finite number", "neither infinite nor NaN"),
+    "bool_parsing": ("not a truth value", "true or false"),
+    "bool_type": ("not a truth value", "true or false"),
+    "string_type": ("not a text", "a text; quote a number, a date, true or false"),
+    "string_pattern_mismatch": ("not of the right form", "text that matches {pattern}"),
+}
+"""Pydantic's kinds of errors: the problem in our words, and what is allowed."""
+
+
 def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
     # A union's location names the class that was tried.
     location = [str(part) for part in item["loc"] if part != RecomputeSection.__name__]
@@ -333,11 +354,17 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
             field=field or "recipe",
             got=got if isinstance(item["input"], str) else place,
         )
-    if kind == "literal_error":
-        return RecipeError(
-            "not an allowed value", field=field, got=got, allowed=item["ctx"]["expected"]
-        )
-    return RecipeError(item["msg"], field=field, got=got)
+    if kind == "model_type":
+        keys = ", ".join(_get_section_fields(root, location))
+        return RecipeError("not a section of keys", field=field, got=got, allowed=keys)
+    problem, allowed = _translate_problem(item)
+    return RecipeError(problem, field=field, got=got, allowed=allowed)
+
+
+def _translate_problem(item: Any) -> tuple[str, str | None]:
+    """Return the problem of one of pydantic's errors in our words, and what is allowed."""
+    problem, allowed = _PROBLEMS.get(item["type"], (str(item["msg"]), None))
+    return problem, allowed and allowed.format(**item.get("ctx", {}))
 
 
 def _get_section_fields(root: type[BaseModel], location: list[str]) -> dict[str, Any]:

@@ -20,12 +20,14 @@ class TrainingSection(RecipeSection):
     """Tokens per sequence of the model's input (labels are the same sequence shifted by
     one)."""
     micro_batch_size: Positive | None = None
-    """Sequences per rank in one forward pass."""
+    """Sequences per rank in one forward pass. Default: the rank's share of global_batch_size,
+    divided by gradient_accumulation_steps."""
     global_batch_size: Positive | None = None
     """Sequences per optimizer step over all ranks: micro_batch_size x data ranks x
     gradient_accumulation_steps."""
     gradient_accumulation_steps: Positive | None = None
-    """Forward-backward passes per optimizer step."""
+    """Forward-backward passes per optimizer step. Default: as many as global_batch_size takes
+    with micro_batch_size; 1 if only one of the two is set."""
     max_steps: Positive | None = None
     """Optimizer steps. If `num_epochs` is also set, training ends at whichever comes first."""
     num_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None

@@ -147,7 +147,8 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise RecipeError(
             f"not valid YAML: {error.problem or error.context}",
             field=_format_position(origin, mark),
-            remedy="Check indentation and quotes there; quote text with special characters",
+            remedy="Check indentation (spaces, no tabs) and quotes there; "
+            "quote text with special characters",
         ) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

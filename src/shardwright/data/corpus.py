@@ -241,8 +241,9 @@ def split_corpus(
         raise DataError(
             "the training sources contain no text",
             field="data.sources",
-            got=f"{len(training.files)} files, {training.statistics.num_empty_files} of them "
-            f"empty, and {training.statistics.num_broken} broken records",
+            got=f"files: {len(training.files)}, empty files: "
+            f"{training.statistics.num_empty_files}, broken records: "
+            f"{training.statistics.num_broken}",
         )
     if validation is not None:
         held_out = np.where(validation.num_characters > 0, VALIDATION, SKIPPED).astype(np.uint8)

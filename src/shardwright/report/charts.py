@@ -29,6 +29,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
     build_curves_from_zero = partial(build_curves, should_start_at_zero=True)
     charts = [
         build_loss_chart(runs, axis),
+        *_build_reward_charts(build_curves),
         build_curves(
             "gradient-norm",
             "Gradient norm",
@@ -74,6 +75,25 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
         ),
     ]
     return [chart for chart in charts if any(np.isfinite(s.y).any() for s in chart.series)]
+
+
+def _build_reward_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
+    """Build charts of the rewards of preference tuning."""
+    return [
+        build_curves(
+            "reward-margin",
+            "Reward margin",
+            "reward of the chosen response - that of the rejected one",
+            lambda s: s.reward_margin,
+        ),
+        build_curves(
+            "reward-accuracy",
+            "Reward accuracy",
+            "% of pairs whose chosen response has the higher reward",
+            lambda s: None if s.reward_accuracy is None else 100 * s.reward_accuracy,
+            should_start_at_zero=True,
+        ),
+    ]
 
 
 def _build_offload_charts(build_curves: Callable[..., Chart]) -> list[Chart]:

@@ -62,6 +62,8 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
             ),
         ),
         ("best validation", _format_best(summary)),
+        ("reward margin", _format_values(run.build_curve(lambda s: s.reward_margin))),
+        ("reward accuracy", _format_values(run.build_curve(lambda s: s.reward_accuracy))),
         ("speed", _format_speed(summary)),
         ("time per step", _format_parts(summary)),
         ("memory", _format_memory(summary["peak_memory_bytes"])),
@@ -81,6 +83,12 @@ def _find_first_device(devices: Sequence[str]) -> str:
 
 def _format_with_sparkline(values: FloatArray, last: float | None) -> str | None:
     return None if last is None else f"{last:.4f}  {draw_sparkline(values)}"
+
+
+def _format_values(values: FloatArray) -> str | None:
+    """Format the last finite value, with a sparkline of all; None if there is none."""
+    finite = values[np.isfinite(values)]
+    return _format_with_sparkline(finite, finite[-1]) if len(finite) else None
 
 
 def _format_best(summary: dict[str, Any]) -> str | None:

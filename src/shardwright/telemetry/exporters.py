@@ -33,7 +33,11 @@ def extract_scalars(event: Event) -> dict[str, float]:
     {'validation/loss': 2.0, 'validation/perplexity': 7.4}
     """
     if isinstance(event, EvaluationEvent):
-        return {"validation/loss": event.loss, "validation/perplexity": event.perplexity}
+        rewards = _extract_rewards(event, "validation")
+        # The exponential of a preference loss is not a perplexity.
+        return {"validation/loss": event.loss} | (
+            rewards or {"validation/perplexity": event.perplexity}
+        )
     if isinstance(event, SkippedStepEvent):
         return {"train/skipped": 1.0}
     if not isinstance(event, StepEvent):
@@ -53,7 +57,15 @@ def extract_scalars(event: Event) -> dict[str, float]:
     values |= {
         f"memory_bytes/rank_{rank}": num_bytes for rank, num_bytes in enumerate(event.memory_bytes)
     }
-    return {name: float(value) for name, value in values.items() if value is not None}
+    scalars = {name: float(value) for name, value in values.items() if value is not None}
+    return scalars | _extract_rewards(event, "train")
+
+
+def _extract_rewards(event: StepEvent | EvaluationEvent, side: str) -> dict[str, float]:
+    """Return the rewards of preference tuning; empty for other training."""
+    names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+    values = {f"{side}/{name}": getattr(event, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class TensorBoard:

@@ -78,12 +78,7 @@ def _describe_event(event: Event, progress: RunProgress | None) -> str:
         case StepEvent():
             return _describe_step(event, progress)
         case EvaluationEvent():
-            best = "  best so far" if event.best else ""
-            return (
-                f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
-                f"perplexity {event.perplexity:.4g}"
-                f"  ({format_seconds(event.seconds)}){best}"
-            )
+            return _describe_evaluation(event)
         case CheckpointEvent():
             size = format_bytes(event.size_bytes)
             seconds = format_seconds(event.seconds)
@@ -170,6 +165,7 @@ def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:
     parts = [
         f"step {event.step:,}{total}",
         f"loss {format_loss(event.loss)}",
+        *([_describe_rewards(event)] if _describe_rewards(event) else []),
         f"learning rate {event.learning_rate:.3g}",
         f"gradient norm {event.gradient_norm:.3g}",
         f"{format_count(event.tokens_per_second)} tokens/s",
@@ -181,6 +177,23 @@ def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:
     if progress is not None and format_remaining(progress):
         parts.append(f"{format_remaining(progress)} left")
     return "  ".join(parts)
+
+
+def _describe_evaluation(event: EvaluationEvent) -> str:
+    best = "  best so far" if event.best else ""
+    # A preference loss is no mean over tokens: its exponential is not a perplexity.
+    quality = _describe_rewards(event) or f"perplexity {event.perplexity:.4g}"
+    return (
+        f"evaluation at step {event.step:,}  loss {format_loss(event.loss)}  "
+        f"{quality}  ({format_seconds(event.seconds)}){best}"
+    )
+
+
+def _describe_rewards(event: StepEvent | EvaluationEvent) -> str:
+    """Describe the rewards of preference tuning; empty for other training."""
+    if event.reward_margin is None or event.reward_accuracy is None:
+        return ""
+    return f"reward margin {event.reward_margin:.3g}  accuracy {event.reward_accuracy:.0%}"
 
 
 def format_remaining(progress: RunProgress) -> str:

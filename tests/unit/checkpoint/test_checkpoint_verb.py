@@ -51,7 +51,9 @@ def test_verify_finds_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "step-00000020: damaged\n  values.json has 2 bytes" in capsys.readouterr().out
 
 
-def test_inspect_shows_values_and_tensors(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_values_and_tensors(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, output = run_json(capsys, "inspect", str(root))
     assert (code, output["step"], output["values"]) == (0, 30, make_run_values(30) | {"note": "ü"})
     tensors = output["tensors"]
@@ -59,6 +61,9 @@ def test_inspect_shows_values_and_tensors(root: Path, capsys: pytest.CaptureFixt
     assert tensors["model.embedding"]["size_bytes"] == 240
     assert run(["checkpoint", "inspect", str(root / "step-00000010")]) == 0
     assert "model.embedding" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "52")  # a name is wrapped, not shortened
+    assert run(["checkpoint", "inspect", str(root / "step-00000010")]) == 0
+    assert "…" not in capsys.readouterr().out
 
 
 def rewrite_values(folder: Path, values: dict[str, Any]) -> None:

@@ -123,6 +123,31 @@ def test_supervised_tokens_are_coloured_and_others_dim(tmp_path: Path) -> None:
     assert "\x1b[2m" in text
 
 
+def test_supervised_tokens_are_in_brackets_without_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bye"}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join([json.dumps({"messages": messages})] * 40))
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}A:{% generation %}"
+        "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}U:{{ m['content'] }}"
+        "{% endif %}{% endfor %}"
+    )
+    document = make_document(
+        tmp_path, sources=str(chats), chat_template=str(template), validation_fraction=0.0
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(document))
+    data_command(path, samples=1)
+    output = capsys.readouterr().out
+    assert "U:HiA:⟦Bye<|endoftext|>⟧" in output
+    assert "are in brackets" in output
+    assert "alternate in colour" not in output
+
+
 def test_a_corpus_cannot_send_terminal_codes(tmp_path: Path) -> None:
     path = write_json_lines(tmp_path / "b.jsonl", ["\x1b[2J \x07 \t [red]x[/red] \x9b"])
     text = print_report(make_recipe(tmp_path, sources=path, validation_fraction=0.0), styles=True)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli.report import report_command
 from shardwright.errors import InputError
-from tests.unit.report.samples import write_eventful_run, write_run
+from shardwright.telemetry.event_log import StepEvent
+from tests.unit.report.samples import (
+    falling,
+    make_complete_run_events,
+    write_eventful_run,
+    write_events,
+    write_run,
+)
 
 
 def test_the_page_goes_into_the_run_folder(
@@ -28,6 +36,29 @@ def test_the_page_goes_into_the_run_folder(
         "report.html",
     ):
         assert words in output
+
+
+def test_rewards_of_preference_tuning_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [
+        replace(event, reward_margin=0.5, reward_accuracy=0.75)
+        if isinstance(event, StepEvent)
+        else event
+        for event in make_complete_run_events("dpo", 30, falling)
+    ]
+    run = write_events(tmp_path / "dpo", events)
+    report_command([run])
+    output = capsys.readouterr().out
+    assert "  reward margin   0.5000  " in output
+    assert "  reward accuracy 0.7500  " in output
+    page = (run / "report.html").read_text()
+    assert "Reward margin" in page
+    assert "Reward accuracy" in page
+    plain = write_run(tmp_path / "plain", 30)
+    report_command([plain])
+    assert "reward margin" not in capsys.readouterr().out
+    assert "Reward margin" not in (plain / "report.html").read_text()
 
 
 def test_json_is_one_object_and_text_goes_to_standard_error(
@@ -57,6 +88,9 @@ def test_a_page_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3)
     with pytest.raises(InputError, match="cannot be written"):
         report_command([run], out=tmp_path / "absent" / "page.html")
+    (tmp_path / "page.html.partial").mkdir()  # can be neither written nor removed as a file
+    with pytest.raises(InputError, match="cannot be written"):
+        report_command([run], out=tmp_path / "page.html")
 
 
 def test_a_folder_without_events_is_shown_with_a_note(

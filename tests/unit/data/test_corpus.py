@@ -204,7 +204,7 @@ def test_the_message_for_a_thousand_broken_records_is_short(tmp_path: Path) -> N
 
 def test_sources_without_text_are_refused(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", "")
-    with pytest.raises(DataError, match=r"contain no text.*1 files, 1 of them empty"):
+    with pytest.raises(DataError, match=r"contain no text.*files: 1, empty files: 1"):
         build_corpus(str(tmp_path))
 
 

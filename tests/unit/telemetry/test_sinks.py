@@ -18,6 +18,7 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.telemetry.event_log import (
     MEASUREMENT_TYPES,
+    EvaluationEvent,
     Event,
     EventWriter,
     ReshardEvent,
@@ -352,6 +353,20 @@ def test_mlflow_receives_a_resumable_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_absent_values_are_not_exported() -> None:
     assert "speed/mfu" not in extract_scalars(make_step_event(1))
     assert extract_scalars(WarningEvent(message="x")) == {}
+
+
+def test_rewards_take_the_place_of_a_perplexity() -> None:
+    rewards: dict[str, Any] = {"reward_margin": 0.25, "reward_accuracy": 0.75}
+    rewards |= {"reward_chosen": 0.5, "reward_rejected": 0.25}
+    step = make_step_event(1, **rewards)
+    evaluation = EvaluationEvent(step=1, loss=0.5, perplexity=1.6, tokens=9, seconds=1.0, **rewards)
+    for event in (step, evaluation):
+        assert "reward margin 0.25  accuracy 75%" in describe_event(event)
+    assert "perplexity" not in describe_event(evaluation)
+    assert extract_scalars(evaluation) == {
+        "validation/loss": 0.5, **{f"validation/{key}": value for key, value in rewards.items()}
+    }  # fmt: skip
+    assert extract_scalars(step)["train/reward_accuracy"] == 0.75
 
 
 def test_no_sink_imports_torch() -> None:

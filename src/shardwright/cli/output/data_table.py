@@ -22,12 +22,20 @@ _SUPERVISION_TEXTS = {
 }
 MAX_TOKENS_SHOWN = 400
 _TOKEN_STYLES = ("green", "cyan")
+_SUPERVISED_BRACKETS = ("⟦", "⟧")
+"""They enclose supervised tokens where there are no colours: in a file, a pipe, with NO_COLOR."""
 
 
 def render_report(
-    recipe: Recipe, prepared: PreparedData, length: TrainingLength, samples: list[DecodedSample]
+    recipe: Recipe,
+    prepared: PreparedData,
+    length: TrainingLength,
+    samples: list[DecodedSample],
+    *,
+    has_colours: bool = True,
 ) -> RenderableType:
-    """Render the complete report for a terminal."""
+    """Render the complete report for a terminal; without colours, brackets enclose what is
+    supervised."""
     parts: list[RenderableType] = [
         _render_sources(recipe, prepared),
         _render_formats(prepared),
@@ -42,9 +50,15 @@ def render_report(
     parts += [
         panel
         for sample in samples
-        for panel in (Text(), _render_sample(sample, recipe.training.sequence_length))
+        for panel in (
+            Text(),
+            _render_sample(sample, recipe.training.sequence_length, has_colours=has_colours),
+        )
     ]
-    if samples:
+    if samples and not has_colours:
+        opening, closing = _SUPERVISED_BRACKETS
+        parts.append(Text(f"  {opening}supervised tokens{closing} are in brackets"))
+    elif samples:
         parts.append(
             Text.assemble(
                 "  ",
@@ -241,25 +255,34 @@ def _render_broken(prepared: PreparedData) -> Text:
     return text
 
 
-def _render_sample(sample: DecodedSample, sequence_length: int) -> Panel:
+def _render_sample(
+    sample: DecodedSample, sequence_length: int, *, has_colours: bool
+) -> RenderableType:
     several_characters = sum(len(span.text) for span in sample.spans) > 1.5 * len(sample.spans)
     text = Text()
-    for number, span in enumerate(sample.spans[:MAX_TOKENS_SHOWN]):
-        if number and span.document != sample.spans[number - 1].document:
+    shown = sample.spans[:MAX_TOKENS_SHOWN]
+    for number, span in enumerate(shown):
+        if number and span.document != shown[number - 1].document:
             text.append("\n" + "─" * 24 + "\n", style="dim")
         # Colours alternate to show token boundaries; with one token per character they would
         # flicker.
         style = (
             _TOKEN_STYLES[number % 2 if several_characters else 0] if span.is_supervised else "dim"
         )
-        text.append(_escape_control_characters(span.text), style=style)
+        opening = ""
+        closing = ""
+        if span.is_supervised and not has_colours:
+            if number == 0 or not shown[number - 1].is_supervised:
+                opening = _SUPERVISED_BRACKETS[0]
+            if number + 1 == len(shown) or not shown[number + 1].is_supervised:
+                closing = _SUPERVISED_BRACKETS[1]
+        text.append(f"{opening}{_escape_control_characters(span.text)}{closing}", style=style)
     if len(sample.spans) > MAX_TOKENS_SHOWN:
         text.append(
             f"\n... {len(sample.spans) - MAX_TOKENS_SHOWN:,} more tokens", style="dim italic"
         )
     num_documents = len({span.document for span in sample.spans})
-    facts = [f"{sample.side} position {sample.position:,}", f"sample {sample.index:,}"]
-    facts += [_format_count(num_documents, "document")] if num_documents > 1 else []
+    facts = [_format_count(num_documents, "document")] if num_documents > 1 else []
     facts.append(f"{sample.num_supervised:,} of {sequence_length:,} supervised")
     facts += (
         [f"{_format_count(sample.num_padding, 'position')} of padding"]
@@ -268,8 +291,10 @@ def _render_sample(sample: DecodedSample, sequence_length: int) -> Panel:
     )
     return Panel(
         text,
-        title=Text(" · ".join(facts), style="bold"),
+        title=Text(f"{sample.side} position {sample.position:,} · sample {sample.index:,}", "bold"),
         title_align="left",
+        subtitle=Text(" · ".join(facts)),  # one line for all would not fit 80 columns
+        subtitle_align="left",
         border_style="dim",
         padding=(0, 1),
     )

@@ -3,6 +3,7 @@ atomically."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def write_page(path: Path, page: str, *, option: str = "--html") -> None:
         )  # lone surrogates of a name
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only folder, the error is that of writing
+            partial.unlink(missing_ok=True)
         raise InputError(
             f"the page cannot be written: {error.strerror}", field=option, got=str(path)
         ) from error

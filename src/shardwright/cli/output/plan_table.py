@@ -161,10 +161,13 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
     console.print(table)
     if result.chosen is not None:
         _print_choice(console, result, result.chosen)
+    console.print("batch: micro-batch x accumulation")
     if result.recipe_prediction is not None:
-        text = "the recipe's own layout" + (
-            "" if result.recipe_prediction.fits else ", which does not fit"
-        )
+        text = "the recipe's own layout"
+        if not result.recipe_prediction.fits:
+            text += ", which does not fit"
+            if recipe.training.micro_batch_size is None:
+                text += ": it sets no training.micro_batch_size"
         console.print(f"=: {text}")
     if len(result.alternatives) > 1:
         console.print(
@@ -233,10 +236,19 @@ def _build_layout_row(number: str, prediction: Prediction, steps: int | None) ->
     )
     if steps is not None:
         cells += [
-            f"{prediction.compute_days(steps):.3g}",
+            _format_days(prediction.compute_days(steps)),
             format_count(prediction.compute_gpu_hours(steps)),
         ]
     return cells
+
+
+def _format_days(days: float) -> str:
+    """Format with three digits, or all before the decimal point.
+
+    >>> _format_days(2403.4), _format_days(58.44)
+    ('2,403', '58.4')
+    """
+    return f"{days:.3g}" if days < 100 else f"{days:,.0f}"
 
 
 def _print_parts(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from shardwright.architecture import ModelShape, ParameterSpec
@@ -65,7 +65,8 @@ def write_peft_folder(
         tensors = {
             names[spec.name].name: _to_stored_dtype(spec, read(spec.name), dtype) for spec in specs
         }
-        save_file(tensors, partial / PEFT_TENSORS_NAME, metadata={"format": "pt"})
+        # safetensors' save_file would make a file that only its owner can read.
+        (partial / PEFT_TENSORS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(build_peft_config(shape, base), indent=2, sort_keys=True) + "\n"
         (partial / PEFT_CONFIG_NAME).write_text(text, encoding="utf-8")
         if check is not None:
