@@ -85,7 +85,7 @@ class OffloadSection(RecipeSection):
         On disk it is a fraction of a buffer, because an update waits until its first bucket is
         written and another one is read into that memory (docs/decisions/0180-smaller-buckets.md).
         Smaller buckets than 4 MiB cost processor time, of the update and of requests
-        (docs/decisions/0227-fewer-buckets-on-disk.md). In host memory a bucket is larger if much
+        (docs/decisions/0228-fewer-buckets-on-disk.md). In host memory a bucket is larger if much
         is read ahead, because the host launches each.
         """
         if self.optimizer != "disk":

@@ -1,7 +1,7 @@
 """Casts to 16 bits in the code that Inductor generates with PyTorch's rounding.
 
-With the option `emulate_precision_casts` no such cast is left out. torch 2.11 and 2.12 leave some
-out all the same: on every device one that a cast to fp32 follows directly (the pattern
+With the option `emulate_precision_casts` no such cast is left out. torch 2.11 and 2.12 still
+leave some out: on every device one that a cast to fp32 follows directly (the pattern
 `pointless_convert` of Inductor's joint graph), and on CPUs those within a C++ kernel. The first
 defect is repaired here as in torch 2.13, the second one is not (`rounds_casts_on_cpu`).
 """
@@ -20,7 +20,7 @@ _PATTERN = "pointless_convert"
 
 def rounds_casts_on_cpu() -> bool:
     """Return True if compiled code of a CPU rounds where uncompiled code casts to 16 bits."""
-    return bool(torch.__version__ >= (2, 13))
+    return torch.__version__ >= "2.13"  # compared as versions
 
 
 def repair_casts() -> None:
