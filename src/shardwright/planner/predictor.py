@@ -9,6 +9,7 @@ from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.peaks import predict_memory
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.rates.device_rates import DeviceRates
@@ -122,14 +123,14 @@ class Predictor:
 
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
         """Compute the memory of the rank that needs the most."""
+        loads = (self.compute_rank_memory(candidate, load) for load in pipeline.distinct_loads)
+        return max(loads, key=lambda parts: parts.total)
+
+    def compute_rank_memory(self, candidate: Candidate, load: StageLoad) -> MemoryParts:
+        """Compute the memory of a rank with this load."""
         if self.cluster.accelerator.kind == "cpu":
             candidate = replace(candidate, has_fused_norms=False, has_wide_products=False)
-        facts = _get_facts(self.facts, candidate)
-        loads = (
-            predict_memory(facts, candidate, load, self.efficiency)
-            for load in pipeline.distinct_loads
-        )
-        return max(loads, key=lambda parts: parts.total)
+        return predict_memory(_get_facts(self.facts, candidate), candidate, load, self.efficiency)
 
     def bound_pass_seconds(
         self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory

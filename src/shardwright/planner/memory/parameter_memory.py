@@ -249,9 +249,11 @@ def compute_gathered_bytes(
             return dequantised_bytes
     has_shards = candidate.has_offloaded_shards
     is_moved = candidate.parameter_offload != "none" and not has_shards
-    # Without sharding the embedding's table is not cast: only its rows are.
-    root = replace(load, has_embedding=load.has_embedding and candidate.is_sharded)
-    root_bytes = should_include_root * count_root_elements(facts, candidate, root) * size
+    root_bytes = 0.0
+    if should_include_root:
+        # Without sharding the embedding's table is not cast: only its rows are.
+        root = load if candidate.is_sharded else replace(load, has_embedding=False)
+        root_bytes = count_root_elements(facts, candidate, root) * size
     if (layout.zero_stage == 3 or has_shards) and candidate.is_sharded:
         num_layers = sum(load.layers) if num_pending is None else num_pending
         groups = min(1 + layout.num_gathers_ahead, -(-num_layers // layout.wrap_blocks) or 1)

@@ -251,23 +251,48 @@ def _compute_loss_peak(
             )
             for freed, added in live.backward_moments
         ]
-    peaks = [
-        MemoryParts(
-            weights=persistent.weights,
-            optimizer=persistent.optimizer,
-            gradients=gradients * moment.gradient_share
-            + persistent.moved.compute_gradient_bytes(moment.num_blocks[1]),
-            activations=moment.activations,
-            logits=moment.logits,
-            gathered=compute_gathered_bytes(
-                facts, candidate, load, persistent.parameters, should_include_root=moment.has_root
-            )
-            + persistent.moved.compute_weight_bytes(moment.num_blocks[0]),
-            workspaces=moment.workspaces,
+    return _find_peak(facts, candidate, load, persistent, gradients, moments)
+
+
+def _find_peak(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    gradients: float,
+    moments: list[_Moment],
+) -> MemoryParts:
+    """Return memory at the moment with the most, given the gradients that exist at a share of 1."""
+    moved = persistent.moved
+    gathered = {
+        has_root: compute_gathered_bytes(
+            facts, candidate, load, persistent.parameters, should_include_root=has_root
         )
-        for moment in moments
-    ]
-    return max(peaks, key=lambda parts: parts.total)
+        for has_root in {moment.has_root for moment in moments}
+    }
+
+    def count_bytes(moment: _Moment) -> float:
+        return (
+            moment.activations
+            + moment.logits
+            + moment.workspaces
+            + gradients * moment.gradient_share
+            + gathered[moment.has_root]
+            + moved.compute_weight_bytes(moment.num_blocks[0])
+            + moved.compute_gradient_bytes(moment.num_blocks[1])
+        )
+
+    peak = max(moments, key=count_bytes)
+    return MemoryParts(
+        weights=persistent.weights,
+        optimizer=persistent.optimizer,
+        gradients=gradients * peak.gradient_share
+        + moved.compute_gradient_bytes(peak.num_blocks[1]),
+        activations=peak.activations,
+        logits=peak.logits,
+        gathered=gathered[peak.has_root] + moved.compute_weight_bytes(peak.num_blocks[0]),
+        workspaces=peak.workspaces,
+    )
 
 
 def _compute_backward_peak(

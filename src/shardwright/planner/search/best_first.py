@@ -28,8 +28,7 @@ from functools import partial
 from itertools import count
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.peaks import predict_memory
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import compute_overhead, merge_bounds
 from shardwright.planner.search.choice_costs import ChoiceCosts
@@ -375,17 +374,8 @@ class _LayoutSearch:
         candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
         if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
-        persistent = self.costs.get_persistent_memory(
-            chosen.degrees, scheduled.first_rank_load, sharding
-        )
-        if not self._has_capacity_for(
-            predict_memory(
-                self.facts,
-                candidate,
-                scheduled.first_rank_load,
-                self.predictor.efficiency,
-                persistent,
-            ).total
+        if candidate.layout.pp > 1 and not self._has_capacity_for(
+            self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding, scheduled)
         ):
             return
         expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
@@ -418,10 +408,8 @@ class _LayoutSearch:
                     partial(self._expand_candidate, degrees, candidate, costs, is_bounded=True),
                 )
                 return
-        memory = self.predictor.compute_memory(
-            candidate, self.predictor.get_pipeline_stages(candidate)
-        )
-        if not self._has_capacity_for(memory.total):
+        memory = self._find_memory(candidate)
+        if memory is None:
             return
         self.result.num_predicted += 1
         prediction = self.predictor.predict(
@@ -431,6 +419,18 @@ class _LayoutSearch:
         if known is None or prediction.time.step < known.time.step:
             self._predicted[build_layout_key(candidate)] = prediction
         self._push_at(prediction.time.step, degrees, partial(self._record_proven, prediction))
+
+    def _find_memory(self, candidate: Candidate) -> MemoryParts | None:
+        """Return the memory of the rank that needs the most; None if a rank has not enough."""
+        loads = self.predictor.get_pipeline_stages(candidate).distinct_loads
+        by_load = []
+        for number in reversed(range(len(loads))):  # the first rank had enough
+            memory = self.costs.get_memory(candidate, number)
+            by_load.append(memory)
+            if memory.total >= self.result.min_needed_bytes:  # which is not enough
+                break
+        most = max(reversed(by_load), key=lambda memory: memory.total)
+        return most if self._has_capacity_for(most.total) else None
 
     def _record_proven(self, prediction: Prediction) -> None:
         """Record a prediction that precedes everything left in the heap: the best of its

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from shardwright.config.recipe import RecomputeKind
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_persistent_memory,
 )
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import (
     DataTrafficBound,
@@ -57,6 +61,8 @@ class ChoiceCosts:
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
         self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
         self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
+        self._first_rank_bytes: dict[Candidate, float] = {}
+        self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
 
     def get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
         """Return the schedules that can run, None if there are none."""
@@ -105,10 +111,19 @@ class ChoiceCosts:
             costs = self._min_costs[key] = merge_costs(
                 [
                     self.get_layer_costs(degrees, execution)
-                    for execution in self.space.list_executions(degrees, ("none",))
+                    for execution in self._list_cheapest_executions(degrees, ("none",))
                 ]
             )
         return costs
+
+    def _list_cheapest_executions(
+        self, degrees: Degrees, recompute_kinds: tuple[RecomputeKind, ...] | None = None
+    ) -> list[ExecutionChoice]:
+        """List executions, with sequence parallelism where it is possible: it repeats no work and
+        no activations."""
+        executions = list(self.space.list_executions(degrees, recompute_kinds))
+        parallel = [execution for execution in executions if execution.sequence_parallel]
+        return parallel or executions
 
     def _build_cost_key(self, degrees: Degrees) -> tuple[object, ...]:
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size)
@@ -116,6 +131,37 @@ class ChoiceCosts:
             # A stage exchanges the maxima of weights once per step.
             return (*key, degrees.pp, degrees.accumulation_steps)
         return key
+
+    def get_first_rank_bytes(
+        self,
+        degrees: Degrees,
+        candidate: Candidate,
+        sharding: ShardingChoice,
+        scheduled: ScheduleOption,
+    ) -> float:
+        """Return the cached bytes of the first rank of a pipeline, with the persistent ones that
+        other candidates share."""
+        num_bytes = self._first_rank_bytes.get(candidate)
+        if num_bytes is None:
+            load = scheduled.first_rank_load
+            memory = predict_memory(
+                self.facts,
+                candidate,
+                load,
+                self.predictor.efficiency,
+                self.get_persistent_memory(degrees, load, sharding),
+            )
+            num_bytes = self._first_rank_bytes[candidate] = memory.total
+        return num_bytes
+
+    def get_memory(self, candidate: Candidate, number: int) -> MemoryParts:
+        """Return the cached memory of one of the distinct ranks of a candidate's pipeline."""
+        key = (candidate, number)
+        memory = self._memory.get(key)
+        if memory is None:
+            load = self.predictor.get_pipeline_stages(candidate).distinct_loads[number]
+            memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
+        return memory
 
     def get_activations(
         self, degrees: Degrees, execution: ExecutionChoice
@@ -199,7 +245,7 @@ class ChoiceCosts:
         if alternatives is None:
             alternatives = self._min_activations[key] = [
                 self.get_activations(degrees, execution)
-                for execution in self.space.list_executions(degrees)
+                for execution in self._list_cheapest_executions(degrees)
             ]
         return min(
             alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives

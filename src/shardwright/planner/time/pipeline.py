@@ -169,18 +169,14 @@ class PipelineStages:
 
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
-        return self.partition.build_load(
-            rank, self.passes_in_flight[rank], self._backward_moments[rank]
+        moments = (
+            list_backward_moments(
+                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank
+            )
+            if self.num_ranks > 1 and has_split_backward(self.schedule)
+            else ()
         )
-
-    @cached_property
-    def _backward_moments(self) -> tuple[tuple[BackwardMoment, ...], ...]:
-        """`StageLoad.backward_moments` of each rank."""
-        if self.num_ranks == 1 or not has_split_backward(self.schedule):
-            return ((),) * self.num_ranks
-        return list_backward_moments(
-            self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages
-        )
+        return self.partition.build_load(rank, self.passes_in_flight[rank], moments)
 
     @cached_property
     def distinct_loads(self) -> tuple[StageLoad, ...]:
@@ -235,21 +231,25 @@ _MAX_STEADY_ROUNDS = 3
 """Micro-batches per rank after which every named schedule repeats itself."""
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8192)
 def list_backward_moments(
-    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None = None
-) -> tuple[tuple[BackwardMoment, ...], ...]:
-    """Return, per rank, the backward passes during which most is in memory. No other pass of the
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[BackwardMoment, ...]:
+    """Return the backward passes of a rank during which most is in memory. No other pass of the
     same kind, with as many layers that stay, has at least as much of everything.
 
-    >>> moments = list_backward_moments("zb_h1", 2, 8)
-    >>> [(moment.num_saved, moment.num_deferred) for rank in moments for moment in rank]
-    [(1.0, 0.0), (0.0, 1.0)]
+    >>> moments = list_backward_moments("zb_h1", 2, 8, None, 0)
+    >>> [(moment.num_saved, moment.num_deferred) for moment in moments]
+    [(1.0, 0.0)]
     """
     if name in PIPELINE_SCHEDULES:
         num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
-    schedule = load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-    return tuple(_list_rank_moments(row, schedule.rank_of_stage) for row in schedule.rows)
+    schedule = _load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
+    return _list_rank_moments(schedule.rows[rank], schedule.rank_of_stage)
+
+
+_load_schedule = lru_cache(maxsize=8)(load_schedule)
+"""A schedule has up to a million actions; its ranks are read one after another."""
 
 
 def _list_rank_moments(
@@ -300,19 +300,16 @@ def _list_rank_moments(
                 )
             )
             num_deferred += is_deferring
-    return tuple(
-        sorted(
-            moment
-            for moment in found
-            if not any(
-                other != moment
-                and other.num_staying == moment.num_staying
-                and other.is_deferring == moment.is_deferring
-                and all(map(ge, other, moment))
-                for other in found
-            )
-        )
-    )
+    largest: list[BackwardMoment] = []
+    for moment in sorted(found, reverse=True):  # one with at least as much of everything precedes
+        if not any(
+            other.num_staying == moment.num_staying
+            and other.is_deferring == moment.is_deferring
+            and all(map(ge, other, moment))
+            for other in largest
+        ):
+            largest.append(moment)
+    return tuple(reversed(largest))
 
 
 def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
