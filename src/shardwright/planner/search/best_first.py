@@ -375,7 +375,7 @@ class _LayoutSearch:
         if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
         if candidate.layout.pp > 1 and not self._has_capacity_for(
-            self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding, scheduled)
+            self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding)
         ):
             return
         expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)

@@ -77,7 +77,7 @@ class ChoiceCosts:
                 options.append(
                     ScheduleOption(
                         self._get_pipeline_bounds(pipeline),
-                        pipeline.build_rank_load(0),
+                        pipeline.partition.build_load(0, pipeline.passes_in_flight[0]),
                         name,
                         virtual,
                     )
@@ -133,17 +133,13 @@ class ChoiceCosts:
         return key
 
     def get_first_rank_bytes(
-        self,
-        degrees: Degrees,
-        candidate: Candidate,
-        sharding: ShardingChoice,
-        scheduled: ScheduleOption,
+        self, degrees: Degrees, candidate: Candidate, sharding: ShardingChoice
     ) -> float:
         """Return the cached bytes of the first rank of a pipeline, with the persistent ones that
         other candidates share."""
         num_bytes = self._first_rank_bytes.get(candidate)
         if num_bytes is None:
-            load = scheduled.first_rank_load
+            load = self.predictor.get_pipeline_stages(candidate).build_rank_load(0)
             memory = predict_memory(
                 self.facts,
                 candidate,
