@@ -165,7 +165,7 @@ def _describe_step(event: StepEvent, progress: RunProgress | None) -> str:
     parts = [
         f"step {event.step:,}{total}",
         f"loss {format_loss(event.loss)}",
-        *([_describe_rewards(event)] if _describe_rewards(event) else []),
+        *filter(None, [_describe_rewards(event)]),
         f"learning rate {event.learning_rate:.3g}",
         f"gradient norm {event.gradient_norm:.3g}",
         f"{format_count(event.tokens_per_second)} tokens/s",
