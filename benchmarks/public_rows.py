@@ -108,7 +108,17 @@ def write_table(
     for group, error in errors:
         groups[group].append(error)
     everything = [error for group in groups.values() for error in group]
-    header = (title, "rows", "step time", "bias", "inside", "memory rows", "memory", "bias", "inside")
+    header = (
+        title,
+        "rows",
+        "step time",
+        "bias",
+        "inside",
+        "memory rows",
+        "memory",
+        "bias",
+        "inside",
+    )
     lines = [f"| {' | '.join(header)} |", f"|---{'|---:' * 8}|"]
     for name, members in (*sorted(groups.items()), (total, everything)):
         lines.append(f"| {' | '.join([name, *describe_errors(members)])} |")
@@ -131,11 +141,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each row of the current planner")
     parser.add_argument("--out", type=Path, help="write the current predictions to this table")
     arguments = parser.parse_args()
-    rows = [
-        row
-        for row in read_rows(ROWS)
-        if arguments.decision in (None, row["decision"])
-    ]
+    rows = [row for row in read_rows(ROWS) if arguments.decision in (None, row["decision"])]
     group = "kind" if arguments.by == "kind" else "source_group"
     now = {row["id"]: predict_now(row) for row in rows}
     if arguments.out:
