@@ -306,8 +306,8 @@ ON_HOPPER = {
     "attention_backward_share": 0.294,
     "attention_half_tokens": 800.0,
 }
-# 648 TFLOP/s forward where FlashAttention-2 reaches 370, and 1.5 to 1.75 times its rate backward
-# (arXiv 2407.08608, figure 5 and section 4.1).
+# 648 TFLOP/s forward where FlashAttention-2 reaches 370 (616 and 335 with a causal mask), and 1.5
+# to 1.75 times its rate backward (arXiv 2407.08608, figure 5 and section 4.1).
 WITH_FLASH_ATTENTION_3 = ON_HOPPER | {
     "attention_forward_share": 0.655,
     "attention_backward_share": 0.478,
