@@ -306,10 +306,20 @@ ON_HOPPER = {
     "attention_backward_share": 0.294,
     "attention_half_tokens": 800.0,
 }
-FLASH_ATTENTION_2 = {
+# 648 TFLOP/s forward where FlashAttention-2 reaches 370 (616 and 335 with a causal mask), and 1.5
+# to 1.75 times its rate backward (arXiv 2407.08608, figure 5 and section 4.1).
+WITH_FLASH_ATTENTION_3 = ON_HOPPER | {
+    "attention_forward_share": 0.655,
+    "attention_backward_share": 0.478,
+}
+# 1.3 times cuDNN's kernel (arXiv 2603.05451, abstract), whose fitted shares are Blackwell's.
+WITH_FLASH_ATTENTION_4 = {"attention_forward_share": 0.654, "attention_backward_share": 0.404}
+FLASH_ATTENTION = {
     "FlashAttention-2 on Ada": ON_AMPERE,
     "FlashAttention-2 on Ampere": ON_AMPERE,
     "FlashAttention-2 on Hopper": ON_HOPPER,
+    "FlashAttention-3 on Hopper": WITH_FLASH_ATTENTION_3,
+    "FlashAttention-4 on Blackwell": WITH_FLASH_ATTENTION_4,
 }
 START = EfficiencyTable(
     {
@@ -325,8 +335,11 @@ START = EfficiencyTable(
             "megatron-core": {"expert_launch_seconds": 2.2e-5},
             "shardwright": OURS,
             "shardwright on gpu": OURS_ON_GPU,
+            # PyTorch's attention is FlashAttention-2 there.
+            "shardwright on Ada": ON_AMPERE,
+            "shardwright on Ampere": ON_AMPERE,
         },
-        "features": LATENT | ROUTING | FUSED | FLASH_ATTENTION_2,
+        "features": LATENT | ROUTING | FUSED | FLASH_ATTENTION,
     }
 )
 """Start of every fit: the defaults of `Efficiency`, with values read from single rows of nanotron's

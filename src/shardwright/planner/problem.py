@@ -118,7 +118,7 @@ def build_template(
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,
         keeps_zeros=recipe.model.keep_zeros,
-        needs_gradient_norm=find_backward_obstacle(recipe) is not None,
+        needs_gradient_norm=find_backward_obstacle(recipe, precision=kind) is not None,
         activation_offload=moved.activations,
         offload_buffer_bytes=moved.buffer_bytes
         if recipe.run.device == "cpu" or moved.optimizer == "host"

@@ -83,6 +83,7 @@ def find_overlap_obstacle(
 def find_backward_obstacle(
     recipe: Recipe,
     *,
+    precision: str | None = None,
     is_cuda: bool = False,
     reduces_late: bool = False,
     has_padded_exchange: bool = False,
@@ -92,6 +93,7 @@ def find_backward_obstacle(
     It must be able to overlap with the next forward pass too (`find_overlap_obstacle`).
 
     Args:
+        precision: Precision of a plan that overrides the recipe's.
         is_cuda: True if the weights are on a GPU.
         reduces_late: True if gradients are reduced after the backward pass.
         has_padded_exchange: True if a step may have to be repeated.
@@ -100,7 +102,9 @@ def find_backward_obstacle(
     obstacles = {
         "training.max_grad_norm clips gradients": training.max_grad_norm is not None,
         "training.max_skipped_steps lets steps be skipped": training.max_skipped_steps > 0,
-        "the loss scale of fp16 lets steps be skipped": recipe.precision.kind == "fp16",
+        "the loss scale of fp16 lets steps be skipped": (
+            (precision or recipe.precision.kind) == "fp16"
+        ),
         "elastic.rollback continues after a gradient that is not finite": (
             recipe.elastic.rollback is not None
         ),

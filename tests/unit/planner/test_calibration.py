@@ -47,8 +47,21 @@ def test_unfitted_accelerators_use_the_rates_that_their_vendor_measured() -> Non
     unfitted = EfficiencyTable({}).get_efficiency(find_accelerator("MI300X"))
     assert unfitted.matmul_share == pytest.approx(708 / 1307.4)
     assert unfitted.attention_forward_share < Efficiency().attention_forward_share
+    of_kind = {"matmul_share": 0.75, "attention_forward_share": 0.6}
+    shared = EfficiencyTable({"accelerators": {"gpu": of_kind}})
+    scaled = shared.get_efficiency(find_accelerator("MI300X"))
+    assert scaled.matmul_share == pytest.approx(708 / 1307.4), "what all GPUs reach, it does not"
+    assert scaled.attention_forward_share == pytest.approx(0.6 * 708 / 1307.4 / 0.75)
+    assert shared.get_efficiency(H100).matmul_share == 0.75
     fitted = EfficiencyTable({"accelerators": {"CDNA 3": {"matmul_share": 0.5}}})
     assert fitted.get_efficiency(find_accelerator("MI300X")).matmul_share == 0.5
+
+
+def test_our_engine_runs_flash_attention_2_on_ampere() -> None:
+    ours = load_efficiencies().get_efficiency(find_accelerator("A100"))
+    fitted = load_efficiencies().get_efficiency(find_accelerator("A100"), "llm-foundry")
+    assert (ours.attention_forward_share, ours.attention_backward_share) == (0.73, 0.63)
+    assert fitted.attention_forward_share < 0.5, "FlashAttention of 2022"
 
 
 def test_frameworks_share_values_of_their_implementation_below_those_of_the_device() -> None:

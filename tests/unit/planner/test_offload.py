@@ -137,6 +137,8 @@ def test_without_clipping_the_backward_pass_hides_the_update() -> None:
         candidate = build_template(recipe)
         assert candidate.needs_gradient_norm == (obstacle is not None)
         times.append(predictor.predict(candidate).time)
+    recipe = build_recipe(offload=offload, **cases[0][0])
+    assert build_template(recipe, precision="fp16").needs_gradient_norm, "fp16 may skip steps"
     assert times[1].optimizer == times[2].optimizer
     hidden_seconds = times[1].optimizer - times[0].optimizer
     # The backward pass less the forward pass.

@@ -264,6 +264,7 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         zero_stage=3,
         multi_device_recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
     "deepspeed": FrameworkDefaults(
         # Hugging Face's models; the step flattens and casts as Megatron-DeepSpeed does. Defaults
@@ -405,5 +406,6 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         zero_stage=3,
         recompute="full",
         sequence_parallel=False,
+        has_flash_attention_2=True,
     ),
 }

@@ -49,6 +49,7 @@ from shardwright.planner.published.row_layout import (
     read_integer,
     read_layout,
 )
+from shardwright.planner.published.stage_rules import StageRule
 
 CONFIGURATION_COLUMNS = (
     "source_group", "source", "model_name", "params_b", "layers", "hidden", "heads", "kv_heads",
@@ -179,8 +180,7 @@ def read_published_run(row_id: str, row: Mapping[str, str]) -> PublishedRun:
             got=sequence_length,
             allowed=f"at least {layout.cp} (cp)",
         )
-    if framework.conventions.stage_rule != "running_sum":
-        shape = _fill_stages(shape, layout)
+    shape = _fill_stages(shape, layout, framework.conventions.stage_rule)
     local_batch = read_integer(row, "notes.local_batch")
     micro_batch = read_integer(row, "micro_batch") or (
         max(1, local_batch // layout.pp) if local_batch else None
@@ -216,12 +216,19 @@ def _list_assumptions(row: Mapping[str, str], cluster: Cluster) -> tuple[str, ..
     return ()
 
 
-def _fill_stages(shape: ModelShape, layout: Layout) -> ModelShape:
-    """Return the shape with at least one layer per stage. An empty stage would run at the pace
-    of the others."""
+def _fill_stages(shape: ModelShape, layout: Layout, rule: StageRule) -> ModelShape:
+    """Return the shape with at least one layer per stage, because an empty stage would run at the
+    pace of the others.
+
+    nanotron leaves late stages empty. With `even`, stages of the embedding or the head alone count
+    as full.
+    """
     missing = layout.pp * (layout.virtual_stages or 1) - shape.num_layers
+    num_empty = {"running_sum": missing, "even": 2, "weighed": 0}[rule]
     return (
-        shape if missing <= 0 else replace(shape, layers=shape.layers + shape.layers[-1:] * missing)
+        shape
+        if missing <= num_empty
+        else replace(shape, layers=shape.layers + shape.layers[-1:] * missing)
     )
 
 
@@ -251,6 +258,9 @@ def _name_attention_kernel(
     """Name the attention kernel if it is not the one whose rate the generation's numbers are."""
     if framework.has_hopper_attention and generation == "Hopper":
         return ()
+    kernel = re.search(r"(?i)^(?:flash.*|fa.?)([34])$", row["notes.attention"])
+    if kernel:
+        return (f"FlashAttention-{kernel[1]} on {generation}",)
     if not framework.has_flash_attention_2:
         return ("Ampere attention on Hopper",) if generation == "Hopper" else ()
     # PyTorch's own attention is cuDNN's kernel on Hopper, elsewhere FlashAttention-2.

@@ -73,7 +73,7 @@ def normalise_yes_no(text: str) -> str:
     ):
         return "no"
     kernels = (
-        r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[123]?\b"
+        r"(fa|flash|v)[-_ ]*(attn|attention)?[-_ ]*v?[1-4]?\b"
         r"|sdpa|xformers|memory.efficient|torch\.?compile|te$|cudnn|triton"
     )
     return "yes" if re.match(rf"(yes|y|true|1|1\.0|on|enabled)\b|{kernels}", word) else ""

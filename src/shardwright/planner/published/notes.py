@@ -53,7 +53,7 @@ NOTE_PATTERNS: dict[str, str] = {
         r"(?:on|off|true|false|none|full|selective)?)"
     ),
     "attention": (
-        r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[123])?|\bFA[- ]?[23]\b"
+        r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[1-4])?|\bFA[- ]?[234]\b"
         r"|\bsdpa\b|xformers|memory[- ]efficient attention)|eager attention)"
     ),
     "sharding": (

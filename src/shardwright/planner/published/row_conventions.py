@@ -48,8 +48,17 @@ def build_conventions(
         r"(?i)zero|deepspeed|\bds", row["notes.sharding"]
     ):
         conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
-    if row["notes.half_weights"] and (conventions.weight_bytes is None or conventions.master_bytes):
+    if row["notes.half_weights"] and not conventions.has_half_precision_states:
         conventions = use_pure_bf16(conventions)
+    if row["notes.chunked_loss"].lower() == "liger" and conventions.elementwise_passes.is_exact:
+        # transformers' `use_liger_kernel` also replaces norms, rotary embeddings and gates, each by
+        # one kernel that saves its inputs (liger_kernel/transformers/monkey_patch.py).
+        conventions = replace(
+            conventions,
+            elementwise_passes=FEW_PASSES,
+            num_norm_tensors=2.0,
+            num_gated_tensors=3.0,
+        )
     if row["notes.mixed_precision"] == "PURE":
         conventions = replace(conventions, reduce_bytes=2.0)
     if row["notes.gptq"]:

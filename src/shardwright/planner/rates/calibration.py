@@ -1,9 +1,9 @@
 """Fitted efficiencies from `efficiencies.yaml`, combined by accelerator, framework and kernel.
 
 `benchmarks/fit_planner.py` writes the file from published measurements. Each section overrides
-fields of `Efficiency`: `frameworks` first for all frameworks and then per framework and kind of
-accelerator, `accelerators` by kind, generation and name, `features` by a kernel or setting that a
-row names.
+fields of `Efficiency`: `frameworks` first for all frameworks and then per framework and kind or
+generation of accelerator, `accelerators` by kind, generation and name, `features` by a kernel or
+setting that a row names.
 A measured machine profile is separate: the formulas prefer it to any fitted share.
 """
 
@@ -55,6 +55,7 @@ class EfficiencyTable:
             ("accelerators", accelerator.name),
             ("frameworks", framework),
             ("frameworks", f"{framework} on {accelerator.kind}"),
+            ("frameworks", f"{framework} on {accelerator.generation}"),
             *(("features", feature) for feature in features),
         )
 
@@ -71,11 +72,14 @@ class EfficiencyTable:
 
         `before_entry` names an entry: it and all entries that would override it are ignored.
         """
-        changes = _scale_to_sustained_clock(accelerator)
+        changes = _scale_to_sustained_clock(accelerator, Efficiency())
         for section, name in self.list_entries(accelerator, framework, features):
             if (section, name) == before_entry:
                 break
             changes |= self.sections.get(section, {}).get(name) or {}
+            if (section, name) == ("accelerators", accelerator.kind):
+                # What all accelerators of a kind share is not known of this one.
+                changes |= _scale_to_sustained_clock(accelerator, replace(Efficiency(), **changes))
         return replace(Efficiency(), **changes)
 
     def replace_value(self, section: str, name: str, field: str, value: Any) -> EfficiencyTable:
@@ -90,21 +94,22 @@ class EfficiencyTable:
         )
 
 
-def _scale_to_sustained_clock(accelerator: Accelerator) -> dict[str, Any]:
+def _scale_to_sustained_clock(accelerator: Accelerator, shared: Efficiency) -> dict[str, Any]:
     """Scale matmul and attention shares to the accelerator's measured sustained rate.
 
-    Applies to accelerators without a fitted entry. Empty if no rate was measured.
+    `shared`: numbers of all accelerators of the kind. The sustained rate is that of the largest
+    products, so the fitted share of a generation or accelerator overrides it. Empty if no rate was
+    measured.
     """
     sustained = accelerator.sustained_flops_per_second.get("bf16")
     if sustained is None:
         return {}
-    default = Efficiency()
     share = sustained / accelerator.get_peak_flops_per_second("bf16")
-    slowdown = min(1.0, share / default.matmul_share)
+    slowdown = min(1.0, share / shared.matmul_share)
     return {
         "matmul_share": share,
-        "attention_forward_share": default.attention_forward_share * slowdown,
-        "attention_backward_share": default.attention_backward_share * slowdown,
+        "attention_forward_share": shared.attention_forward_share * slowdown,
+        "attention_backward_share": shared.attention_backward_share * slowdown,
     }
 
 

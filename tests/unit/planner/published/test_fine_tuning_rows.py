@@ -11,6 +11,7 @@ import pytest
 from shardwright.hardware import find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.engine_model import FEW_PASSES
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
@@ -32,7 +33,13 @@ from tests.unit.planner.published.test_frameworks import predict_parts, read_cas
         ({"source": "DeepSpeed"}, "FlashAttention-2 on Hopper"),
         ({"source": "LLaMA-Factory", "gpu": "A100-80GB"}, "FlashAttention-2 on Ampere"),
         ({"source": "torchtune", "gpu": "RTX 4090"}, "FlashAttention-2 on Ada"),
+        ({"source": "litgpt"}, "FlashAttention-2 on Hopper"),
         ({"source": "torchtitan"}, "Ampere attention on Hopper"),
+        ({"source": "DeepSpeed", "notes": "FlashAttention-3"}, "FlashAttention-3 on Hopper"),
+        (
+            {"source": "torchtitan", "gpu": "B200", "notes": "Liger; FA4"},
+            "FlashAttention-4 on Blackwell",
+        ),
         # cuDNN's kernel.
         ({"source": "TRL", "notes": "SDPA", "task": "sft"}, None),
         ({"source": "NeMo Automodel"}, None),
@@ -67,6 +74,19 @@ def test_flash_attention_2_is_as_fast_as_its_authors_measured(
     ]
     measured = 1e3 / tera_flops_forward + 2.5e3 / tera_flops_backward
     assert sum(seconds) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "tera_flops"), [(8192, 602.0), (16384, 616.0)])
+def test_flash_attention_3_is_as_fast_as_its_authors_measured(
+    tokens: int, tera_flops: float
+) -> None:
+    """arXiv 2407.08608, figure 5: H100, causal, heads of 128, forward."""
+    accelerator = find_node("H100-80GB-SXM").accelerator
+    kernel = ("FlashAttention-3 on Hopper",)
+    efficiency = load_efficiencies().get_efficiency(accelerator, "deepspeed", kernel)
+    rates = DeviceRates(parse_cluster("1xH100-80GB-SXM"), efficiency, "bf16")
+    seconds = rates.time_attention(1e15, tokens, 128, is_backward=False)
+    assert seconds == pytest.approx(1e3 / tera_flops, rel=0.03)
 
 
 def test_adapters_and_their_operations_take_host_time() -> None:
@@ -223,6 +243,33 @@ def test_gptq_unpacks_weights_in_separate_operations() -> None:
 )
 def test_fsdp_offloads_parameters_with_their_states(source: str, notes: str, offload: str) -> None:
     assert read_case(source=source, notes=notes, task="full").candidate.offload == offload
+
+
+def test_ligers_kernels_replace_those_of_transformers() -> None:
+    eager, liger = (read_case(source="DeepSpeed", notes=notes) for notes in ("", "Liger"))
+    assert (
+        liger.conventions.elementwise_passes == FEW_PASSES != eager.conventions.elementwise_passes
+    )
+    saved = [case.conventions.count_saved_tensors(None) for case in (eager, liger)]
+    assert [(each.norm, each.gated) for each in saved] == [(4.0, 4.0), (2.0, 3.0)]
+    chunked = read_case(source="DeepSpeed", notes="chunked loss")
+    assert chunked.conventions == eager.conventions, "only the loss"
+    others = [read_case(source="torchtune", notes=notes).conventions for notes in ("", "Liger")]
+    assert others[0] == others[1], "no models of transformers"
+
+
+def test_litgpt_updates_states_of_the_weights_precision() -> None:
+    stated, silent = (read_case(source="litgpt", notes=notes) for notes in ("bf16-true", ""))
+    assert stated.conventions.get_optimizer_bytes("adamw", 4) == 4.0
+    assert silent.conventions.get_optimizer_bytes("adamw", 4) == 8.0
+
+
+@pytest.mark.parametrize(("layers", "planned"), [(94, 94), (95, 95), (93, 96), (96, 96)])
+def test_stages_of_embedding_and_head_may_have_no_layer(layers: int, planned: int) -> None:
+    case = read_case(
+        source="Megatron-Core", layers=layers, gpus=32, gpus_per_node=8, pp=32, virtual_pp=3
+    )
+    assert case.shape.num_layers == planned
 
 
 def test_unsloth_offloads_inputs_of_blocks() -> None:
