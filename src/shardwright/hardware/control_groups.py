@@ -22,7 +22,7 @@ def list_control_groups(controller: str) -> Iterator[Path]:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:
         lines = []
-    paths = {}
+    paths: dict[str, str] = {}
     for line in lines:
         _, names, path = line.split(":", 2)
         paths |= dict.fromkeys(names.split(","), path)
