@@ -12,18 +12,18 @@ import json, signal
 from multiprocessing import get_context
 from shardwright.worker_processes import block_interrupts
 
-def is_blocked(queue=None):
+def is_blocked(pipe=None):
     blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    return blocked if queue is None else queue.put(blocked)
+    return blocked if pipe is None else pipe.send(blocked)
 
 if __name__ == "__main__":
     found = []
     for method in ("spawn", "forkserver"):
-        queue = get_context(method).SimpleQueue()
-        process = get_context(method).Process(target=is_blocked, args=(queue,))
+        ours, theirs = get_context(method).Pipe()  # unlike a queue, it starts no tracker
+        process = get_context(method).Process(target=is_blocked, args=(theirs,))
         with block_interrupts():
             process.start()
-        found += [queue.get(), is_blocked()]
+        found += [ours.recv(), is_blocked()]
         process.join()
     print(json.dumps(found))
 """
