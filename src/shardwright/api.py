@@ -315,9 +315,16 @@ def generate(
     decoder = load_decoder(model, device=torch_device, dtype=parse_dtype(dtype, default_dtype))
     on_load(model)
     encode_prompt(decoder, tokenizer, prompt)  # raise for an invalid prompt before it is shown
-    if on_text is not None:
-        on_text(prompt)
-    return complete_prompt(
+    unshown = [prompt]
+
+    def show(text: str) -> None:
+        if on_text is not None:
+            # Not before the first text: the first pass logs lines, in the middle of the prompt's.
+            for shown in (*unshown, text):
+                on_text(shown)
+            unshown.clear()
+
+    completion = complete_prompt(
         decoder,
         tokenizer,
         prompt,
@@ -325,8 +332,11 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_ids=model.stop_ids(tokenizer) if should_stop_at_eos else (),
         should_slide=should_slide,
-        on_text=on_text,
+        on_text=show,
     )
+    if unshown:
+        show("")
+    return completion
 
 
 def export(

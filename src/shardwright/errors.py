@@ -41,6 +41,8 @@ class ExitCode(IntEnum):
     WRONG_INPUT = 2
     RUN_FAILED = 3
     PREEMPTED = 4
+    INTERRUPTED = 130
+    """Ctrl-C that saved nothing: 128 + SIGINT, as shells report it."""
 
 
 class ShardwrightError(Exception):

@@ -14,7 +14,16 @@ ROOT = Path(shardwright.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("masking",),
-    ("control_characters", "errors", "files", "grouping", "store_requests", "units", "version"),
+    (
+        "control_characters",
+        "errors",
+        "files",
+        "grouping",
+        "store_requests",
+        "units",
+        "version",
+        "worker_processes",
+    ),
     ("config", "hardware", "telemetry"),
     ("architecture", "layout", "schedule"),
     ("placement",),

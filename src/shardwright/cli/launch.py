@@ -30,7 +30,7 @@ from shardwright.cluster.job import (
 from shardwright.cluster.launcher import OptionalText, build_option
 from shardwright.cluster.torchrun import split_hosts
 from shardwright.config import load_recipe
-from shardwright.errors import InputError
+from shardwright.errors import InputError, suggest_name
 from shardwright.files import read_text
 
 _LAUNCHERS = {
@@ -268,6 +268,15 @@ class _LaunchGroup(TyperGroup):
         """Parse a subcommand, or else the former spelling."""
         if not args or args[0] in (*self.commands, "--help"):
             return super().make_context(info_name, args, parent, **extra)
+        if not {"--help", *(f"--{kind}" for kind in _LAUNCHERS)} & set(args):
+            raise InputError(
+                "the first word must be a launcher",
+                field="launch",
+                got=args[0],
+                allowed=" or ".join(_LAUNCHERS),
+                remedy=suggest_name(args[0], _LAUNCHERS)
+                or "Write it before the recipe: `shardwright launch slurm RECIPE`",
+            )
         former = typer.Typer(add_completion=False, rich_markup_mode=None)
         former.command(
             help="Former spelling with the options of all launchers; prefer the subcommands."

@@ -1,6 +1,7 @@
 """The `shardwright` command: verbs, exit codes and error output.
 
-Exit codes: 0 done, 1 check failed, 2 wrong input, 3 run failed, 4 preempted after saving.
+Exit codes: 0 done, 1 check failed, 2 wrong input, 3 run failed, 4 preempted after saving, 130
+interrupted without saving.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from shardwright.masking import mask_secrets
 from shardwright.version import __version__
 
 _MAX_SHOWN_CHARACTERS = 200
-_INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
-"""Exit code that typer returns for a Ctrl-C that no verb handled."""
 
 
 def build_app(verb: str | None) -> typer.Typer:
@@ -83,13 +82,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result = build_app(
             next((word for word in argument_list if not word.startswith("-")), None)
         )(argument_list, standalone_mode=False)
-        if result == _INTERRUPTED_EXIT_CODE:
+        if result == ExitCode.INTERRUPTED:  # typer returns it for a Ctrl-C that no verb handled
             raise KeyboardInterrupt
         return result if isinstance(result, int) else ExitCode.DONE
     except KeyboardInterrupt:
         message = "interrupted; nothing was saved"
         sys.stderr.write(f"{message}\n")
-        return _report_end(ExitCode.RUN_FAILED, "Interrupted", message, as_json=as_json)
+        return _report_end(ExitCode.INTERRUPTED, "Interrupted", message, as_json=as_json)
     except ShardwrightError as error:
         _report_error(error, as_json=as_json)
         return error.exit_code

@@ -11,6 +11,7 @@ import typer
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import write_page
+from shardwright.errors import InputError
 
 ReportRuns = Annotated[
     list[Path],
@@ -34,8 +35,18 @@ def report_command(runs: ReportRuns, out: ReportOutput = None, as_json: JsonOutp
     from shardwright.report.recorded_run import load_runs, summarise_run
     from shardwright.report.run_page import render_page
     from shardwright.report.terminal_summary import describe_run
+    from shardwright.telemetry.event_types import EVENTS_FILE_NAME
 
     loaded = load_runs(runs)
+    for run in loaded:
+        if not run.log.events:
+            raise InputError(
+                "; ".join(run.log.problems) or f"{run.log.path} has no events",
+                field="RUN",
+                got=str(run.path),
+                allowed=f"the folder of a run, whose {EVENTS_FILE_NAME} `train` has written",
+                remedy="`shardwright watch` waits for the events of a run that has not begun",
+            )
     summaries = [summarise_run(run) for run in loaded]
     page = (
         out

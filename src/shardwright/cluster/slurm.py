@@ -98,8 +98,10 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     """Return the script for `sbatch`.
 
     Raises:
-        InputError: the recipe is wrong with a value of the sweep.
+        InputError: the recipe is wrong with a value of the sweep, or the time limit leaves no time
+            to train.
     """
+    _check_time(options.time, job.save_seconds)
     if options.sweep:
         job = _add_sweep(job, Sweep.parse(options.sweep))
     # 0 waits without limit: the run continues without the processes of a node.
@@ -130,6 +132,10 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "export MASTER_ADDR MASTER_PORT",
         *_build_token(job),
         *build_export_lines(job.build_environment()),
+        "# Since Slurm 22.05, srun does not read the cores of a task from the job.",
+        'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then',
+        '  export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+        "fi",
         "",
         "# A requeued job resumes from its newest complete checkpoint; "
         "a new job refuses a run folder",
@@ -146,6 +152,35 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         *_build_exit_handling(job),
     ]
     return "\n".join(lines) + "\n"
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Return the seconds of a Slurm time limit; None for 0, which is no limit.
+
+    >>> parse_time_limit("90"), parse_time_limit("1:30"), parse_time_limit("2-12")
+    (5400, 90, 216000)
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    # Slurm reads one number as minutes, two as minutes and seconds; after days, hours come first.
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return 86400 * int(days or 0) + seconds or None
+
+
+def _check_time(limit: str | None, save_seconds: int) -> None:
+    """Refuse a limit at which the ranks get the signal to save as soon as they start: the job
+    would be requeued without end."""
+    seconds = None if limit is None else parse_time_limit(limit)
+    if seconds is not None and seconds <= save_seconds:
+        raise InputError(
+            f"the ranks get the signal to save {save_seconds} seconds before the time limit, "
+            "so they would never train",
+            field="--time",
+            got=f"{limit} ({seconds} seconds)",
+            allowed=f"more than --save-seconds ({save_seconds} seconds)",
+            remedy="Raise it, or lower --save-seconds",
+        )
 
 
 def _add_sweep(job: Job, sweep: Sweep) -> Job:

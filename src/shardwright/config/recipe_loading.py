@@ -53,7 +53,13 @@ def load_recipe(
             f"cannot be read: {error.strerror}", field="recipe", got=str(path)
         ) from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"cannot be read: {error}", field="recipe", got=str(path)) from error
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            f"not UTF-8 text: byte 0x{error.object[error.start]:02x} on line {line}",
+            field="recipe",
+            got=str(path),
+            remedy="Save the file as UTF-8",
+        ) from error
     document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise RecipeError(
@@ -291,6 +297,10 @@ def _build_recipe_error(
     inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
     # A list is also reported as too short if its items are invalid: report only the items.
     items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]
+    # A value that may be true, false or auto is reported twice.
+    items = [item for item in items if item["loc"][-1:] != ("bool",)]
+    # A misspelled key is often the cause of the other errors: of a missing one, for example.
+    items.sort(key=lambda item: item["type"] != "extra_forbidden")
     complaints = [_build_field_error(item, root, locate) for item in items]
     first = complaints[0]
     others = complaints[1:]
@@ -306,6 +316,9 @@ def _build_recipe_error(
     )
 
 
+_AUTO_TYPE = "literal['auto']"
+_UNION_TYPES = (RecomputeSection.__name__, _AUTO_TYPE)
+"""Parts that pydantic adds to the location of a value with several types."""
 _PROBLEMS = {
     "literal_error": ("not an allowed value", "{expected}"),
     "greater_than": ("too small", "greater than {gt}"),
@@ -320,6 +333,9 @@ _PROBLEMS = {
     "finite_number": ("not a finite number", "neither infinite nor NaN"),
     "bool_parsing": ("not a truth value", "true or false"),
     "bool_type": ("not a truth value", "true or false"),
+    "tuple_type": ("not a list", "a list, e.g. [first, second]"),
+    "too_short": ("too few values", "at least {min_length}"),
+    "dict_type": ("not a mapping", "keys with values, e.g. {{key: value}}"),
     "string_type": ("not a text", "a text; quote a number, a date, true or false"),
     "string_pattern_mismatch": ("not of the right form", "text that matches {pattern}"),
 }
@@ -327,8 +343,8 @@ _PROBLEMS = {
 
 
 def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> RecipeError:
-    # A union's location names the class that was tried.
-    location = [str(part) for part in item["loc"] if part != RecomputeSection.__name__]
+    # A union's location names the type that was tried.
+    location = [str(part) for part in item["loc"] if part not in _UNION_TYPES]
     field = ".".join(location)
     place = locate(location)
     kind = item["type"]
@@ -364,6 +380,8 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
 def _translate_problem(item: Any) -> tuple[str, str | None]:
     """Return the problem of one of pydantic's errors in our words, and what is allowed."""
     problem, allowed = _PROBLEMS.get(item["type"], (str(item["msg"]), None))
+    if item["loc"][-1] == _AUTO_TYPE:
+        allowed = "true, false or {expected}"
     return problem, allowed and allowed.format(**item.get("ctx", {}))
 
 
@@ -389,7 +407,7 @@ def _find_in_other_sections(root: type[BaseModel], word: str) -> str | None:
     """Return `section.key` of the closest key in any other section, or None."""
     sections = {
         key: name
-        for name, info in root.model_fields.items()
+        for name, info in reversed(root.model_fields.items())  # the first section has the key
         for section in _find_models(info.annotation)
         for key in section.model_fields
     }

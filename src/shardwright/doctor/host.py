@@ -13,6 +13,7 @@ import psutil
 
 from shardwright.doctor.finding import Finding
 from shardwright.hardware.host_cpu import read_core_quota
+from shardwright.hardware.host_memory import read_available_memory, read_total_memory
 from shardwright.units import GIB_BYTES, format_bytes
 
 SECTION = "host"
@@ -48,6 +49,8 @@ class Host:
 def read_host(name: str) -> Host:
     """Read the state of this process's machine."""
     memory = psutil.virtual_memory()
+    limit = read_total_memory() or memory.total
+    available = read_available_memory()
     shm = Path("/dev/shm")
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return Host(
@@ -58,31 +61,14 @@ def read_host(name: str) -> Host:
         core_quota=read_core_quota(),
         load_average=os.getloadavg()[0],
         memory_bytes=memory.total,
-        available_bytes=memory.available,
-        container_limit_bytes=_read_container_limit_bytes(memory.total),
+        available_bytes=memory.available if available is None else available,
+        container_limit_bytes=limit if limit < memory.total else None,
         shared_memory_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         max_locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         num_numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
         cpu_governor=governor.read_text().strip() if governor.is_file() else None,
     )
-
-
-def _read_number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _read_container_limit_bytes(total_bytes: int) -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = _read_number(path)
-        if (
-            limit is not None and limit < total_bytes
-        ):  # version 1 reports a huge number for no limit
-            return limit
-    return None
 
 
 def judge_hosts(hosts: Mapping[str, tuple[Host, int]], *, has_cuda: bool) -> list[Finding]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shardwright.hardware.cluster_spec import Accelerator, Cluster
+from shardwright.hardware.control_groups import list_control_groups
 from shardwright.hardware.host_memory import read_total_memory
 
 _ANY_CPU = re.compile(r"\s*(\d+\s*[x*]\s*)?cpu\s*", re.IGNORECASE)
@@ -75,19 +77,24 @@ def count_host_cores() -> float:
 
 
 def read_core_quota() -> float | None:
-    """Read the CPU limit of the control group, version 2 or 1, in cores; None without one."""
+    """Read the CPU limit of the control groups, version 2 or 1, in cores; None without one."""
+    quotas = [
+        quota
+        for folder in list_control_groups("cpu")
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        if (quota := _read_quota(folder, names)) is not None
+    ]
+    return min(quotas, default=None)
+
+
+def _read_quota(folder: Path, names: Sequence[str]) -> float | None:
+    """Read quota and period of a group, from one file or two; None without a limit."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-        period_us = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
+        words = " ".join((folder / name).read_text() for name in names).split()
+        quota, period = (int(word) for word in words)
+    except (OSError, ValueError):  # no such file, or the quota is `max`
         return None
-    return quota_us / period_us if quota_us > 0 and period_us > 0 else None
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def _has_bf16_instructions() -> bool:

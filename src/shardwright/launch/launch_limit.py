@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shardwright.launch.rank_outcome import STOP_FILE_NAME
+from shardwright.launch.rank_outcome import write_stop
 from shardwright.launch.stop_signals import StopRequest
 
 GRACE_SECONDS = 5.0
@@ -54,7 +54,7 @@ class LaunchLimit:
                 return
         if not stop:
             self.has_expired = True
-            (control / STOP_FILE_NAME).touch()  # for ranks without a process id file yet
+            write_stop(control, signal.SIGTERM)  # for ranks without a process id file yet
             _send(control, signal.SIGTERM)
         if closing.wait(self.grace_seconds):
             return

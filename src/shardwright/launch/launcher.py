@@ -19,11 +19,11 @@ from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     LAUNCHER_VARIABLE,
-    STOP_FILE_NAME,
     attach_skipped_collective,
     find_cause,
     read_outcomes,
     request_stop,
+    write_stop,
 )
 from shardwright.launch.rank_processes import RankEndings, RankProcesses
 from shardwright.launch.stop_signals import STOP_SIGNALS, StopRequest
@@ -181,7 +181,7 @@ def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[N
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     if stop:  # while no rank ran
-        (control / STOP_FILE_NAME).touch()
+        write_stop(control, stop.cause)
     try:
         yield
     finally:

@@ -30,7 +30,8 @@ CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 """Environment variable with the launcher's process id."""
 STOP_FILE_NAME = "stop"
-"""File in that folder that requests a stop, also of ranks that cannot be signalled yet."""
+"""File in that folder that requests a stop, also of ranks that cannot be signalled yet. It has the
+number of the signal."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,24 @@ def get_idle_path(control: Path, rank: int) -> Path:
     return control / f"rank-{rank}.idle"
 
 
-def write_pid(rank: int) -> bool:
-    """Write this process's id for the launcher's signals; True if a stop is requested."""
+def write_pid(rank: int) -> int:
+    """Write this process's id for the launcher's signals; return the signal that has requested a
+    stop, 0 for none."""
     folder = get_control_folder()
     if folder is None:
-        return False
+        return 0
     _write_atomically(folder / f"rank-{rank}.pid", str(os.getpid()))
-    return (folder / STOP_FILE_NAME).exists()
+    try:
+        return int((folder / STOP_FILE_NAME).read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def write_stop(control: Path, number: int) -> None:
+    """Request a stop of ranks that cannot be signalled yet; the first signal's number stays."""
+    if not (control / STOP_FILE_NAME).exists():
+        with suppress(FileNotFoundError):  # in a signal handler, which a second signal interrupted
+            _write_atomically(control / STOP_FILE_NAME, str(int(number)))
 
 
 def write_outcome(rank: int, error: BaseException | None) -> ExitCode:
@@ -117,7 +129,7 @@ def write_lost_rank(control: Path, rank: int, node: str) -> None:
 
 def request_stop(control: Path, number: int) -> None:
     """Send a stop signal to the ranks with a file of their process id; leave a note for others."""
-    (control / STOP_FILE_NAME).touch()
+    write_stop(control, number)
     for pid_file in control.glob("rank-*.pid"):
         with suppress(ProcessLookupError, ValueError):
             os.kill(int(pid_file.read_text()), number)

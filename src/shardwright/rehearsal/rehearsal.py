@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any, get_args
 
 import torch
@@ -29,6 +29,7 @@ from shardwright.rehearsal.rank_rehearsal import (
     rehearse_rank,
 )
 from shardwright.units import format_bytes
+from shardwright.worker_processes import block_interrupts
 
 SCHEMA_VERSION = 1
 MAX_RANKS_WITHOUT_ROLES = 8
@@ -231,13 +232,19 @@ def rehearse(
         on_report(reports[0])
     else:  # a process that has used CUDA keeps its context's memory until it ends
         workers = min(len(roles), os.cpu_count() or 1)
+        arguments = zip(*((recipe, plan, role.rank, device) for role in roles), strict=True)
+        others = active_children()
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-            for report in pool.map(
-                rehearse_rank,
-                *zip(*((recipe, plan, role.rank, device) for role in roles), strict=True),
-            ):
-                reports.append(report)
-                on_report(report)
+            with block_interrupts():
+                results = pool.map(rehearse_rank, *arguments)
+            try:
+                for report in results:
+                    reports.append(report)
+                    on_report(report)
+            except BaseException:  # a rehearsal may take minutes
+                for process in set(active_children()).difference(others):
+                    process.kill()
+                raise
     disagreement = find_disagreement(
         restrict_to_rehearsed({report.rank: report.collectives for report in reports})
     )

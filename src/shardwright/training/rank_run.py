@@ -59,8 +59,16 @@ from shardwright.watchdog.monitor import PhaseLimits, WatchdogClient, start_watc
 logger = logging.getLogger("shardwright")
 
 
-def write_run_folder(validated_run: ValidatedRun, folder: RunFolder) -> None:
-    """Write recipe, plan, prediction, model configuration and tokenizer to the run folder."""
+def write_run_folder(validated_run: ValidatedRun, folder: RunFolder, *, is_resumed: bool) -> None:
+    """Write recipe, plan, prediction, model configuration and tokenizer to the run folder.
+
+    Only with the events' lock: another run may have begun there since the folder was checked.
+
+    Raises:
+        InputError: it has, and has ended since.
+    """
+    if not is_resumed:
+        folder.check_started(resume=False)
     predicted = predict_training_run(validated_run)
     prediction = None if predicted is None else predicted.as_dict()
     folder.write_metadata(
@@ -121,10 +129,10 @@ def train_rank(
         if resume and resume_point is None:
             resume_point = find_resume_point(validated_run, folder, allow_drift)
         starts_again = resume and resume_point is None and folder.is_started
-        if is_main_rank:
-            write_run_folder(validated_run, folder)
-        rank_sync.barrier()
         with _open_logs(recipe, folder, rank_environment.rank) as event_logger:
+            if is_main_rank:
+                write_run_folder(validated_run, folder, is_resumed=resume)
+            rank_sync.barrier()
             context = RankContext(
                 validated_run,
                 rank_environment,

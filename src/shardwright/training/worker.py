@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -61,8 +60,8 @@ def train_generation(arguments: Sequence[str]) -> BaseException | None:
     """Train as the rank that the environment names; return the error that ended it."""
     ranks = _get_rank_environment()
     with listen_for_stop() as stop, stop_when_parent_exits(stop, get_launcher_pid()):
-        if write_pid(ranks.rank):
-            stop.cause = signal.SIGTERM
+        if number := write_pid(ranks.rank):
+            stop.record(number)
         try:
             from shardwright.config import load_recipe
             from shardwright.training.rank_run import train_rank

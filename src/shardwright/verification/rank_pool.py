@@ -26,6 +26,7 @@ import torch.distributed as dist
 from shardwright.errors import RankFailed
 from shardwright.verification.local_group import BACKEND, use_transport
 from shardwright.verification.local_transport import LocalTransport, connect_ranks
+from shardwright.worker_processes import block_interrupts
 
 _PRELOADED = [
     __name__,
@@ -129,7 +130,8 @@ class RankPool:
                     name=f"rank {rank} of {num_ranks}",
                     daemon=True,
                 )
-                process.start()
+                with block_interrupts():
+                    process.start()
                 worker_pipe.close()
                 workers.append(_Worker(process, parent_pipe))
                 for link in connections[rank].values():
@@ -219,7 +221,6 @@ def _run_worker(
     timeout_seconds: float,
 ) -> None:
     """Join the group, then answer calls until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
     if connections:
         use_transport(LocalTransport(connections, timeout_seconds=timeout_seconds))

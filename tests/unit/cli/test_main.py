@@ -32,16 +32,17 @@ def test_parser_errors_are_json_objects_too(
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "code"),
     [
-        (KeyboardInterrupt(), "nothing was saved"),
-        (ZeroDivisionError("our own"), "this is a bug in shardwright"),
-        (OSError(5, "no path"), "this is a bug in shardwright"),
+        (KeyboardInterrupt(), "nothing was saved", 130),
+        (ZeroDivisionError("our own"), "this is a bug in shardwright", 3),
+        (OSError(5, "no path"), "this is a bug in shardwright", 3),
     ],
 )
-def test_unexpected_errors_exit_with_3(
+def test_unexpected_errors_exit_with_3_and_ctrl_c_with_130(
     error: BaseException,
     message: str,
+    code: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -49,7 +50,7 @@ def test_unexpected_errors_exit_with_3(
         raise error
 
     monkeypatch.setattr("shardwright.cli.schema.schema_command", schema)
-    assert run(["schema"]) == ExitCode.RUN_FAILED
+    assert run(["schema"]) == code
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""

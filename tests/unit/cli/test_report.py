@@ -93,9 +93,12 @@ def test_a_page_that_cannot_be_written_is_wrong_input(tmp_path: Path) -> None:
         report_command([run], out=tmp_path / "page.html")
 
 
-def test_a_folder_without_events_is_shown_with_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report_command([tmp_path])
-    assert "no events to show yet" in capsys.readouterr().out
-    assert (tmp_path / "report.html").exists()
+@pytest.mark.parametrize("content", [None, "", "garbage\n"], ids=["no file", "empty", "garbage"])
+def test_a_folder_without_events_is_wrong_input(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    if content is not None:
+        (folder / "events.jsonl").write_text(content)
+    with pytest.raises(InputError, match=f"{folder}.*events.jsonl"):
+        report_command([write_run(tmp_path / "run", 3), folder])
+    assert list(tmp_path.glob("**/*.html")) == []

@@ -79,7 +79,7 @@ def test_the_slurm_script_has_all_directives(
 
 
 FAKES = {
-    "srun": 'printf "%s\\n" "$*" >> srun.log\n'
+    "srun": 'printf "cores=%s %s\\n" "${SRUN_CPUS_PER_TASK-}" "$*" >> srun.log\n'
     '[ "$MASTER_ADDR" = first ] || exit 99\n'
     'exit "$(cat status)"',
     "scontrol": 'if [ "$1" = show ]; then printf "first\\nsecond\\n"; '
@@ -135,6 +135,20 @@ def test_the_script_requeues_after_preemption_and_losses(
         requeue,
     )
     assert (tmp_path / "srun.log").read_text().splitlines()[-1].endswith("--resume-if-begun")
+
+
+@pytest.mark.parametrize("cores", ["8", ""])
+def test_srun_gets_the_cores_that_the_job_requested(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cores: str,
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", cores)
+    text = run_launch(capsys, str(recipe), *SLURM)
+    assert run_script(tmp_path, text, 0, keep=["SLURM_CPUS_PER_TASK"]) == (0, [])
+    assert (tmp_path / "srun.log").read_text().startswith(f"cores={cores} ")
 
 
 def test_the_script_counts_restarts_that_did_not_follow_a_save(

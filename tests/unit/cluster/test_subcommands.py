@@ -59,6 +59,7 @@ def test_a_subcommand_has_only_its_own_options(
     ("arguments", "message"),
     [
         (["slurm", "--gpus-per-node", "2", "--time", "soon"], "--time"),
+        (["slurm", "--gpus-per-node", "2", "--time", "5"], "more than --save-seconds (300"),
         (["kubernetes", "--gpus-per-node", "2"], "--image"),
         (["torchrun", "--gpus-per-node", "2", "--nodes", "2"], "--hosts"),
     ],
@@ -69,3 +70,11 @@ def test_wrong_input_of_a_subcommand_names_the_option(
     launcher, *options = arguments
     assert run(["launch", launcher, str(recipe), *options]) == ExitCode.WRONG_INPUT
     assert message in capsys.readouterr().err
+
+
+def test_a_misspelled_launcher_gets_a_suggestion(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", "slrum", str(recipe), "--nodes", "2"]) == ExitCode.WRONG_INPUT
+    assert "got slrum" in (message := capsys.readouterr().err)
+    assert "Did you mean `slurm`?" in message

@@ -121,6 +121,16 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
         ),
         (change_section("data", sources=[]), "data.sources", "at least 1"),
         ({k: v for k, v in MINIMAL.items() if k != "data"}, "data", "missing key"),
+        (
+            {"trainning" if k == "training" else k: v for k, v in MINIMAL.items()},
+            "trainning",
+            "Did you mean `training`?",
+        ),
+        ({**MINIMAL, "micro_batch_size": 1}, "micro_batch_size", "`training.micro_batch_size`"),
+        (change_section("adapters", targets="q_proj"), "adapters.targets", "not a list"),
+        (change_section("data", sources=3), "data.sources", "not a list"),
+        ({**MINIMAL, "model": {"config": "llama"}}, "model.config", "not a mapping"),
+        (change_section("model", compile="maybe"), "model.compile", "true, false or 'auto'"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(document: dict, field: str, message: str) -> None:
@@ -159,6 +169,14 @@ def test_python_objects_are_never_constructed(tmp_path: Path) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such file"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_text_in_another_encoding_is_refused(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(f"# a\nname: caf\u00e9\n{yaml.safe_dump(MINIMAL)}".encode(encoding))
+    with pytest.raises(RecipeError, match=r"byte 0x(e9 on line 2|ff on line 1) .*as UTF-8"):
+        load_recipe(path)
 
 
 def test_environment_variables_are_expanded_or_required(

@@ -22,6 +22,7 @@ from shardwright.launch.rank_outcome import (
     RankOutcome,
     find_cause,
     read_outcomes,
+    request_stop,
     write_outcome,
     write_pid,
 )
@@ -152,14 +153,16 @@ def test_without_a_launcher_no_file_is_written(
 ) -> None:
     monkeypatch.delenv(CONTROL_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
-    assert write_pid(0) is False
+    assert write_pid(0) == 0
     write_outcome(0, Preempted("x"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stop_before_the_rank_started_is_detected(control: Path) -> None:
-    (control / "stop").touch()
-    assert write_pid(0) is True
+    assert write_pid(0) == 0
+    request_stop(control, signal.SIGCONT)  # of this process, which has written its id
+    request_stop(control, 0)
+    assert write_pid(0) == signal.SIGCONT, "the first one counts"
 
 
 def test_outcomes_are_sorted_by_time(tmp_path: Path) -> None:

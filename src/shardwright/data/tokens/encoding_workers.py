@@ -14,6 +14,7 @@ from shardwright.data.records.conversation import UnusableRecord
 from shardwright.data.records.supervision import EncodedRecord, RecordEncoder
 from shardwright.data.sources.source_reader import TextPiece
 from shardwright.errors import DataError
+from shardwright.worker_processes import block_interrupts
 
 RECORDS_PER_BATCH = 64
 RECORDS_BEFORE_WORKERS = 4096
@@ -56,14 +57,9 @@ def encode_in_order(
         try:
             while batch or waiting:
                 while batch and len(waiting) < 4 * num_workers:
-                    waiting.append(
-                        (
-                            batch,
-                            pool.submit(
-                                _encode_batch, [(piece.canonical, piece.text) for piece in batch]
-                            ),
-                        )
-                    )
+                    records = [(piece.canonical, piece.text) for piece in batch]
+                    with block_interrupts():  # the first one starts the processes
+                        waiting.append((batch, pool.submit(_encode_batch, records)))
                     batch = list(islice(pieces, RECORDS_PER_BATCH))
                 done, future = waiting.popleft()
                 yield from zip(done, future.result(), strict=True)
