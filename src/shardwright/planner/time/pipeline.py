@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import ge
 
 from shardwright.layout import Layout
@@ -19,6 +19,7 @@ from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     assign_stages,
+    build_schedule_row,
     count_stages_per_rank,
     has_split_backward,
 )
@@ -231,7 +232,6 @@ _MAX_STEADY_ROUNDS = 3
 """Micro-batches per rank after which every named schedule repeats itself."""
 
 
-@lru_cache(maxsize=8192)
 def list_backward_moments(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> tuple[BackwardMoment, ...]:
@@ -245,12 +245,24 @@ def list_backward_moments(
     """
     if name in PIPELINE_SCHEDULES:
         num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
-    schedule = _load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-    return _list_rank_moments(schedule.rows[rank], schedule.rank_of_stage)
+    return _list_schedule_moments(name, num_ranks, num_micro_batches, virtual_stages, rank)
+
+
+@lru_cache(maxsize=8192)
+def _list_schedule_moments(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[BackwardMoment, ...]:
+    schedule = (name, num_ranks, num_micro_batches, virtual_stages)
+    row = (
+        build_schedule_row(*schedule, rank)
+        if name in PIPELINE_SCHEDULES
+        else _load_schedule(*schedule).rows[rank]
+    )
+    return _list_rank_moments(row, assign_stages(name, num_ranks, virtual_stages))
 
 
 _load_schedule = lru_cache(maxsize=8)(load_schedule)
-"""A schedule has up to a million actions; its ranks are read one after another."""
+"""A file's ranks are read one after another."""
 
 
 def _list_rank_moments(
@@ -261,48 +273,62 @@ def _list_rank_moments(
     is_linked = [False, *(one != other for one, other in pairwise(rank_of_stage)), False]
     """True where another rank sends a stage's input, and at its index + 1 the gradient of its
     output."""
+    num_received = list(
+        accumulate(
+            (kind != "W" and is_linked[stage + (kind != "F")] for kind, stage, _ in row), initial=0
+        )
+    )
+    """Messages that the actions before each one receive."""
     num_saved = num_deferred = num_messages = num_losses = 0
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
     stages_with_gradients: set[int] = set()
-    found: set[BackwardMoment] = set()
-    for index, action in enumerate(row):
-        is_deferring = action.kind == "I"
-        stage = action.stage
+    found: set[tuple[int, int, bool, int, int, int, bool]] = set()
+    for index, (kind, stage, micro_batch) in enumerate(row):
         num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
-        if action.kind == "F":
+        if kind == "F":
             num_saved += 1
             num_messages += num_own_messages
             num_losses += stage == last_stage
-            last = action[1:]
+            last = (stage, micro_batch)
             continue
+        is_deferring = kind == "I"
         if not is_deferring:
             stages_with_gradients.add(stage)
-        if action.kind == "W":
+        if kind == "W":
             num_deferred -= 1
-        else:
-            num_saved -= 1
-            num_messages -= num_own_messages
-            num_losses -= stage == last_stage
-            last = None if last == action[1:] else last
-            num_received = sum(
-                later.kind != "W" and is_linked[later.stage + (later.kind != "F")]
-                for later in row[index + 1 : index + 1 + LOOKAHEAD]
+            continue
+        num_saved -= 1
+        num_messages -= num_own_messages
+        num_losses -= stage == last_stage
+        last = None if last == (stage, micro_batch) else last
+        num_early = num_received[min(index + 1 + LOOKAHEAD, len(row))] - num_received[index + 1]
+        found.add(
+            (
+                num_saved,
+                num_deferred,
+                last is not None,
+                len(stages_with_gradients),
+                num_messages + is_linked[stage] + (stage < last_stage) + num_early,
+                num_losses,
+                is_deferring,
             )
-            found.add(
-                BackwardMoment(
-                    num_saved / num_stages,
-                    num_deferred / num_stages,
-                    int(last is not None),
-                    len(stages_with_gradients) / num_stages,
-                    num_messages + is_linked[stage] + (stage < last_stage) + num_received,
-                    num_losses,
-                    is_deferring,
-                )
-            )
-            num_deferred += is_deferring
+        )
+        num_deferred += is_deferring
+    moments = [
+        BackwardMoment(
+            saved / num_stages,
+            deferred / num_stages,
+            int(is_staying),
+            num_gradients / num_stages,
+            messages,
+            losses,
+            is_deferring,
+        )
+        for saved, deferred, is_staying, num_gradients, messages, losses, is_deferring in found
+    ]
     largest: list[BackwardMoment] = []
-    for moment in sorted(found, reverse=True):  # one with at least as much of everything precedes
+    for moment in sorted(moments, reverse=True):  # one with at least as much of everything precedes
         if not any(
             other.num_staying == moment.num_staying
             and other.is_deferring == moment.is_deferring
