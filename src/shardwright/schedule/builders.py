@@ -1,4 +1,4 @@
-"""Builders of the rows of schedules, as in their papers. p ranks, m micro-batches, v stages per rank.
+"""Builders of the rows of schedules, as in their papers. p ranks, m micro-batches, v stages a rank.
 
 GPipe, 1F1B and ZB-H1 have one stage per rank. Interleaved 1F1B assigns v stages to each rank in
 turn. In the folded schedules, ZBV and DualPipeV, rank r holds stages r and 2p - 1 - r: first

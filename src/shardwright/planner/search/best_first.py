@@ -30,7 +30,7 @@ from itertools import count
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.bounds import compute_overhead, merge_bounds
+from shardwright.planner.search.bounds import compute_overhead
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
@@ -218,13 +218,8 @@ class _LayoutSearch:
         rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
         share = variants[0].micro_batch_size / largest.micro_batch_size
-        pipelines = self.costs.list_distinct_bounds(variants)
-        return min(
-            (
-                bounds.compute_seconds(costs, rows / largest.micro_batch_size, share)
-                for bounds in pipelines
-            ),
-            default=float("inf"),
+        return self.costs.get_variant_bounds(variants).compute_seconds(
+            costs, rows / largest.micro_batch_size, share
         )
 
     def _expand_variants(self, variants: tuple[Degrees, ...]) -> None:
@@ -232,10 +227,7 @@ class _LayoutSearch:
             pipelines = self.costs.get_pipeline_options(degrees)
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
                 costs = self.costs.get_min_layer_costs(degrees)
-                min_seconds = min(
-                    bounds.compute_seconds(costs, degrees.accumulation_steps)
-                    for bounds in pipelines.distinct_bounds
-                )
+                min_seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
@@ -268,13 +260,9 @@ class _LayoutSearch:
             min_bytes = activations.compute_min_bytes(pipelines.num_passes)
             if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
                 costs = self.costs.get_layer_costs(degrees, execution)
-                bounds = {
-                    each.key: each.compute_bound(costs, degrees.accumulation_steps)
-                    for each in pipelines.distinct_bounds
-                }
-                seconds = min(bound.seconds for bound in bounds.values())
+                seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = PartialChoice(
-                    degrees, execution, pipelines, costs, activations, min_bytes, bounds
+                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, {}
                 )
                 self._push(seconds, degrees, partial(self._expand_execution, choice))
 
@@ -284,7 +272,8 @@ class _LayoutSearch:
         degrees = chosen.degrees
         if self._is_complete(degrees):
             return
-        merged = merge_bounds(list(chosen.bounds.values()))
+        bounds = chosen.pipelines.bounds
+        longest = bounds.compute_longest_passes(chosen.costs)
         for sharding in self.space.list_shardings(degrees):
             persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
@@ -294,9 +283,9 @@ class _LayoutSearch:
             ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
-                degrees, sharding, merged.min_layers
-            ).compute_seconds(degrees.accumulation_steps, merged)
-            seconds = merged.seconds + weight_seconds + exposed_seconds
+                degrees, sharding, bounds.min_layers
+            ).compute_seconds(degrees.accumulation_steps, longest)
+            seconds = chosen.min_seconds + weight_seconds + exposed_seconds
             self._push(
                 seconds,
                 degrees,
@@ -351,7 +340,9 @@ class _LayoutSearch:
                 + activation_bytes,
             ):
                 seconds = (
-                    chosen.bounds[scheduled.bounds.key].seconds + weight_seconds + exposed_seconds
+                    chosen.compute_schedule_seconds(scheduled.bounds)
+                    + weight_seconds
+                    + exposed_seconds
                 )
                 self._push(
                     seconds,

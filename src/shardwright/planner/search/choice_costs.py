@@ -18,6 +18,8 @@ from shardwright.planner.search.bounds import (
     MinLayerCosts,
     PipelineBoundModel,
     PipelineKey,
+    PipelinesBoundModel,
+    build_pipeline_key,
     merge_costs,
 )
 from shardwright.planner.search.divisibility import list_schedules
@@ -60,7 +62,7 @@ class ChoiceCosts:
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
         self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
-        self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
+        self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
         self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
 
@@ -90,8 +92,10 @@ class ChoiceCosts:
         return self._schedules[key]
 
     def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
-        bounds = PipelineBoundModel(pipeline)
-        return self._bounds.setdefault(bounds.key, bounds)
+        key = build_pipeline_key(pipeline)
+        if key not in self._bounds:
+            self._bounds[key] = PipelineBoundModel(pipeline)
+        return self._bounds[key]
 
     def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
         """Return the cached costs of a micro-batch on the layers."""
@@ -218,18 +222,16 @@ class ChoiceCosts:
             )
         return memory
 
-    def list_distinct_bounds(self, variants: tuple[Degrees, ...]) -> list[PipelineBoundModel]:
-        """List the distinct pipeline bounds of all micro-batch variants."""
+    def get_variant_bounds(self, variants: tuple[Degrees, ...]) -> PipelinesBoundModel:
+        """Return the cached bounds over the pipelines of all micro-batch variants."""
         key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
-        bounds = self._distinct_bounds.get(key)
+        bounds = self._variant_bounds.get(key)
         if bounds is None:
-            options = [
-                pipelines
+            bounds = self._variant_bounds[key] = PipelinesBoundModel(
+                pipeline
                 for degrees in variants
                 if (pipelines := self.get_pipeline_options(degrees)) is not None
-            ]
-            bounds = self._distinct_bounds[key] = list(
-                {b.key: b for pipelines in options for b in pipelines.distinct_bounds}.values()
+                for pipeline in pipelines.bounds.pipelines
             )
         return bounds
 

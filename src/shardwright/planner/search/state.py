@@ -6,7 +6,11 @@ from operator import mul
 from typing import NamedTuple
 
 from shardwright.planner.memory.stage_load import StageLoad
-from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
+from shardwright.planner.search.bounds import (
+    PipelineBoundModel,
+    PipelineKey,
+    PipelinesBoundModel,
+)
 from shardwright.planner.search.space import Degrees, ExecutionChoice
 from shardwright.planner.time.step_costs import LayerCosts
 
@@ -46,8 +50,7 @@ class PipelineOptions(NamedTuple):
     """All schedules for a number of stages and micro-batches, and the bounds common to them."""
 
     options: list[ScheduleOption]
-    distinct_bounds: list[PipelineBoundModel]
-    """Bounds without those of the same stages as an earlier schedule, which are equal."""
+    bounds: PipelinesBoundModel
     first_rank_load: StageLoad
     """Minimum layers of the first rank over the schedules."""
     num_passes: tuple[float, ...]
@@ -56,8 +59,7 @@ class PipelineOptions(NamedTuple):
 
 class PartialChoice(NamedTuple):
     """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
-    activation bytes of the first rank, and the bound of each of `PipelineOptions.distinct_bounds`
-    by its key."""
+    activation bytes of the first rank, and the minimum seconds of the passes over all schedules."""
 
     degrees: Degrees
     execution: ExecutionChoice
@@ -65,7 +67,18 @@ class PartialChoice(NamedTuple):
     costs: LayerCosts
     activations: MicroBatchActivations
     min_activation_bytes: float
-    bounds: dict[PipelineKey, PipelineTimeBound]
+    min_seconds: float
+    schedule_seconds: dict[PipelineKey, float]
+    """Minimum seconds of the passes of a schedule, once computed."""
+
+    def compute_schedule_seconds(self, bounds: PipelineBoundModel) -> float:
+        """Return the minimum seconds of the passes of one schedule."""
+        seconds = self.schedule_seconds.get(bounds.key)
+        if seconds is None:
+            seconds = self.schedule_seconds[bounds.key] = bounds.compute_seconds(
+                self.costs, self.degrees.accumulation_steps
+            )
+        return seconds
 
 
 def build_pipeline_options(
@@ -81,7 +94,9 @@ def build_pipeline_options(
             zip(*([load.num_in_flight * n for n in load.layers] for load in loads), strict=True),
         )
     )
-    distinct = list({scheduled.bounds.key: scheduled.bounds for scheduled in options}.values())
     return PipelineOptions(
-        options, distinct, StageLoad(layers, has_embedding=True, has_head=is_single_stage), passes
+        options,
+        PipelinesBoundModel(scheduled.bounds for scheduled in options),
+        StageLoad(layers, has_embedding=True, has_head=is_single_stage),
+        passes,
     )
