@@ -234,15 +234,15 @@ class _LayoutSearch:
         pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        activation_bytes = self.costs.compute_min_activation_bytes(degrees, pipelines)
+        persistent_bytes = self.costs.get_persistent_memory(
+            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+        ).total_at_loss
+        # Often too much without activations, which take longer to compute.
         return self._has_capacity_for_live(
-            degrees, activation_bytes
+            degrees, persistent_bytes
         ) and self._has_capacity_for_live(
             degrees,
-            self.costs.get_persistent_memory(
-                degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-            ).total_at_loss
-            + activation_bytes,
+            persistent_bytes + self.costs.compute_min_activation_bytes(degrees, pipelines),
         )
 
     # Level 2: recomputation, methods of tp and cp.
@@ -314,7 +314,6 @@ class _LayoutSearch:
         if num_bytes <= self.capacity_bytes:
             return True
         self.result.num_too_large += 1
-        self.result.min_needed_bytes = min(self.result.min_needed_bytes, num_bytes)
         return False
 
     # Level 4: schedule.
@@ -418,7 +417,7 @@ class _LayoutSearch:
         for number in reversed(range(len(loads))):  # the first rank had enough
             memory = self.costs.get_memory(candidate, number)
             by_load.append(memory)
-            if memory.total >= self.result.min_needed_bytes:  # which is not enough
+            if memory.total > self.capacity_bytes:
                 break
         most = max(reversed(by_load), key=lambda memory: memory.total)
         return most if self._has_capacity_for(most.total) else None
