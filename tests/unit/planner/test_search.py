@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, product
+from operator import le
 from typing import Any
 
 import pytest
@@ -238,6 +239,62 @@ def test_costs_of_quantised_weights_are_those_of_each_sharding(
         for sharding in space.list_shardings(degrees):
             candidate = space.build_candidate(degrees, ANY_EXECUTION, sharding)
             assert vars(predictor.compute_layer_costs(candidate)) == vars(shared)
+
+
+@pytest.mark.parametrize("hardware", ["8xH100-80GB", "2xA100-80GB"])
+def test_bounds_of_degrees_hold_for_every_execution(hardware: str) -> None:
+    """Among them that an all-reduce may be faster than a gather and a reduce-scatter."""
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    predictor = Predictor(facts, parse_cluster(hardware, num_nodes=2), SMALL)
+    num_gpus = predictor.cluster.num_gpus
+    problem = PlanningProblem(Candidate(Layout(), 512), num_gpus, 2 * num_gpus)
+    space = SearchSpace(facts, problem, predictor.cluster.domain_size)
+    costs = ChoiceCosts(predictor, problem, space)
+    cheapest = set()
+    for degrees in chain.from_iterable(space.list_degrees()):
+        least = costs.get_min_layer_costs(degrees)
+        pipelines = costs.get_pipeline_options(degrees)
+        assert pipelines is not None
+        min_bytes = costs.compute_min_activation_bytes(degrees, pipelines)
+        for execution in space.list_executions(degrees):
+            each = costs.get_layer_costs(degrees, execution)
+            assert all(map(le, least.forward_seconds, each.forward_seconds))
+            assert all(map(le, least.pass_seconds, each.pass_seconds))
+            assert least.embedding_seconds <= each.embedding_seconds
+            assert least.head_seconds <= each.head_seconds
+            activations = costs.get_activations(degrees, execution)
+            assert min_bytes <= activations.compute_min_bytes(pipelines.num_passes)
+            if least.pass_seconds == each.pass_seconds:
+                cheapest.add(execution.sequence_parallel)
+    assert True in cheapest
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
+    """That of all of them is the least of their bounds, none of which exceeds a simulation."""
+    facts = ModelFacts(read_config(models.CONFIGS[name] | {"num_hidden_layers": 14}))
+    predictor = Predictor(facts, models.make_cluster(4), SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 48)
+    space = SearchSpace(facts, problem, 4)
+    costs = ChoiceCosts(predictor, problem, space)
+    num_dropped = 0
+    for degrees in chain.from_iterable(space.list_degrees()):
+        pipelines = costs.get_pipeline_options(degrees)
+        assert pipelines is not None
+        num_dropped += len(pipelines.bounds.pipelines) - len(pipelines.bounds.lowest)
+        steps = degrees.accumulation_steps
+        for execution in space.list_executions(degrees):
+            layer_costs = costs.get_layer_costs(degrees, execution)
+            by_schedule = []
+            for scheduled in pipelines.options:
+                seconds = scheduled.bounds.compute_seconds(layer_costs, steps)
+                schedule = (scheduled.name, scheduled.virtual_stages)
+                candidate = space.build_candidate(degrees, execution, schedule=schedule)
+                time = predictor.predict(candidate, layer_costs=layer_costs).time
+                assert seconds <= time.step * (1 + 1e-12)
+                by_schedule.append(seconds)
+            assert pipelines.bounds.compute_seconds(layer_costs, steps) == min(by_schedule)
+    assert num_dropped > 0
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:

@@ -156,7 +156,8 @@ class PipelinesBoundModel:
 
     def __init__(self, pipelines: Iterable[PipelineBoundModel]) -> None:
         self.pipelines = list({pipeline.key: pipeline for pipeline in pipelines}.values())
-        self._lowest = _select_minimal(self.pipelines, PipelineBoundModel.is_within)
+        self.lowest = _select_minimal(self.pipelines, PipelineBoundModel.is_within)
+        """Those of which one has the lowest bound, whatever the costs."""
         self._max_layers = tuple(dict.fromkeys(each.max_layers for each in self.pipelines))
         self.min_layers = tuple(
             map(min, zip(*(each.min_layers for each in self.pipelines), strict=True))
@@ -169,7 +170,7 @@ class PipelinesBoundModel:
         """Return the minimum seconds of the passes (`PipelineBoundModel.compute_seconds`); infinity
         without pipelines."""
         best = inf
-        for pipeline in self._lowest:
+        for pipeline in self.lowest:
             best = min(best, pipeline.compute_seconds(costs, num_micro_batches, first_share, best))
         return best
 

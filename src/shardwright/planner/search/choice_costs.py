@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shardwright.config.recipe import RecomputeKind
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
@@ -115,17 +114,15 @@ class ChoiceCosts:
             costs = self._min_costs[key] = merge_costs(
                 [
                     self.get_layer_costs(degrees, execution)
-                    for execution in self._list_cheapest_executions(degrees, ("none",))
+                    for execution in self.space.list_executions(degrees, ("none",))
                 ]
             )
         return costs
 
-    def _list_cheapest_executions(
-        self, degrees: Degrees, recompute_kinds: tuple[RecomputeKind, ...] | None = None
-    ) -> list[ExecutionChoice]:
-        """List executions, with sequence parallelism where it is possible: it repeats no work and
-        no activations."""
-        executions = list(self.space.list_executions(degrees, recompute_kinds))
+    def _list_smallest_executions(self, degrees: Degrees) -> list[ExecutionChoice]:
+        """List executions, with sequence parallelism where it is possible: it repeats no
+        activations."""
+        executions = list(self.space.list_executions(degrees))
         parallel = [execution for execution in executions if execution.sequence_parallel]
         return parallel or executions
 
@@ -243,7 +240,7 @@ class ChoiceCosts:
         if alternatives is None:
             alternatives = self._min_activations[key] = [
                 self.get_activations(degrees, execution)
-                for execution in self._list_cheapest_executions(degrees)
+                for execution in self._list_smallest_executions(degrees)
             ]
         return min(
             alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
