@@ -9,63 +9,50 @@ can begin before the pipeline is full from end to end.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 
 from shardwright.schedule.actions import Action, ActionKind
 
-
-class RankRowBuilder:
-    """Builder of one rank's actions.
-
-    Attributes:
-        num_micro_batches: actions for micro-batches from this number on are counted but left
-            out.
-    """
-
-    def __init__(self, num_micro_batches: int) -> None:
-        self.num_micro_batches = num_micro_batches
-        self._actions: list[Action] = []
-        self._num_forwards: defaultdict[int, int] = defaultdict(int)
-        self._num_backwards: defaultdict[int, int] = defaultdict(int)
-        self._pending_weight_gradients: deque[tuple[int, int]] = deque()
-
-    def add_forward(self, stage: int) -> None:
-        """Add F of the stage's next micro-batch."""
-        micro_batch = self._num_forwards[stage]
-        self._num_forwards[stage] = micro_batch + 1
-        if micro_batch < self.num_micro_batches:
-            self._actions.append(_make_action("F", stage, micro_batch))
-
-    def add_backward(self, stage: int, *, split: bool = False) -> None:
-        """Add B of the stage's next micro-batch or, with `split`, its I; `add_weight_gradient` adds
-        its W.
-        """
-        micro_batch = self._num_backwards[stage]
-        self._num_backwards[stage] = micro_batch + 1
-        if micro_batch < self.num_micro_batches:
-            self._actions.append(_make_action("I" if split else "B", stage, micro_batch))
-        if split:
-            self._pending_weight_gradients.append((stage, micro_batch))
-
-    def add_weight_gradient(self) -> None:
-        """Add the W that has waited longest, if there is one."""
-        if self._pending_weight_gradients:
-            stage, micro_batch = self._pending_weight_gradients.popleft()
-            if micro_batch < self.num_micro_batches:
-                self._actions.append(_make_action("W", stage, micro_batch))
-
-    def count_forwards(self, stage: int) -> int:
-        """Count the stage's forward passes so far."""
-        return self._num_forwards[stage]
-
-    def build(self) -> tuple[Action, ...]:
-        """Return the row, with all pending W at its end."""
-        while self._pending_weight_gradients:
-            self.add_weight_gradient()
-        return tuple(self._actions)
+Pass = tuple[ActionKind, int]
+"""Kind and stage of an action whose micro-batch is the next one of the stage; a W is of the I that
+has waited longest, whatever its stage."""
 
 
-def _make_action(kind: ActionKind, stage: int, micro_batch: int) -> Action:
-    return tuple.__new__(Action, (kind, stage, micro_batch))
+def _number_passes(passes: Iterable[Pass], num_micro_batches: int) -> tuple[Action, ...]:
+    """Return the actions of a rank's passes, with all pending W at their end. Those for
+    micro-batches from `num_micro_batches` on are counted but left out, and so is a W for which no I
+    waits."""
+    num_forwards: defaultdict[int, int] = defaultdict(int)
+    num_backwards: defaultdict[int, int] = defaultdict(int)
+    pending: deque[tuple[int, int]] = deque()
+    actions = []
+    for kind, stage in passes:
+        if kind == "W":
+            if not pending:
+                continue
+            stage, micro_batch = pending.popleft()
+        elif kind == "F":
+            micro_batch = num_forwards[stage]
+            num_forwards[stage] = micro_batch + 1
+        else:
+            micro_batch = num_backwards[stage]
+            num_backwards[stage] = micro_batch + 1
+            if kind == "I":
+                pending.append((stage, micro_batch))
+        if micro_batch < num_micro_batches:
+            actions.append(_make_action((kind, stage, micro_batch)))
+    actions += [Action("W", *each) for each in pending if each[1] < num_micro_batches]
+    return tuple(actions)
+
+
+_make_action = partial(tuple.__new__, Action)
+"""As `Action(*values)`, in a third of its time: schedules have up to a million actions."""
+
+
+def _list_passes(stage: int, kinds: Sequence[ActionKind]) -> list[Pass]:
+    return [(kind, stage) for kind in kinds]
 
 
 def build_gpipe_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -73,12 +60,10 @@ def build_gpipe_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[
 
     Rank r holds stage r. Source: Huang et al. 2019.
     """
-    row = RankRowBuilder(num_micro_batches)
-    for _ in range(num_micro_batches):
-        row.add_forward(rank)
-    for _ in range(num_micro_batches):
-        row.add_backward(rank)
-    return row.build()
+    forward, backward = _list_passes(rank, ("F", "B"))
+    return _number_passes(
+        [forward] * num_micro_batches + [backward] * num_micro_batches, num_micro_batches
+    )
 
 
 def build_1f1b_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -86,16 +71,12 @@ def build_1f1b_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[A
 
     Each backward pass runs as soon as it can. Source: Narayanan et al. 2019.
     """
-    row = RankRowBuilder(num_micro_batches)
+    forward, backward = _list_passes(rank, ("F", "B"))
     warmup = min(num_ranks - 1 - rank, num_micro_batches)
-    for _ in range(warmup):
-        row.add_forward(rank)
-    for _ in range(num_micro_batches - warmup):
-        row.add_forward(rank)
-        row.add_backward(rank)
-    for _ in range(warmup):
-        row.add_backward(rank)
-    return row.build()
+    passes = [forward] * warmup
+    passes += [forward, backward] * (num_micro_batches - warmup)
+    passes += [backward] * warmup
+    return _number_passes(passes, num_micro_batches)
 
 
 def build_zb_h1_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -105,17 +86,16 @@ def build_zb_h1_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[
     forward passes that 1F1B has in flight there, that makes p on every rank: as many as 1F1B on
     its first rank. Source: Qi et al. 2023, section 2.1.
     """
-    row = RankRowBuilder(num_micro_batches)
+    forward, inputs, weights = _list_passes(rank, ("F", "I", "W"))
     warmup = min(num_ranks - 1 - rank, num_micro_batches)
-    for _ in range(warmup):
-        row.add_forward(rank)
+    passes = [forward] * warmup
     for number in range(num_micro_batches):
         if number < num_micro_batches - warmup:
-            row.add_forward(rank)
-        row.add_backward(rank, split=True)
+            passes.append(forward)
+        passes.append(inputs)
         if number >= rank:
-            row.add_weight_gradient()
-    return row.build()
+            passes.append(weights)
+    return _number_passes(passes, num_micro_batches)
 
 
 def build_interleaved_1f1b_row(
@@ -127,20 +107,18 @@ def build_interleaved_1f1b_row(
     p, r + 2p, ...; p divides m. Source: Narayanan et al. 2021, section 2.2.
     """
     total = virtual_stages * num_micro_batches
-    row = RankRowBuilder(num_micro_batches)
     order = [number // num_ranks % virtual_stages for number in range(total)]
-    forwards = [rank + num_ranks * chunk for chunk in order]
-    backwards = [rank + num_ranks * (virtual_stages - 1 - chunk) for chunk in order]
+    forwards: list[Pass] = [("F", rank + num_ranks * chunk) for chunk in order]
+    backwards: list[Pass] = [
+        ("B", rank + num_ranks * (virtual_stages - 1 - chunk)) for chunk in order
+    ]
     # Before its first backward pass the last rank runs one group through every stage but
     # its last; each earlier rank needs two more forward passes.
     warmup = min((virtual_stages - 1) * num_ranks + 2 * (num_ranks - 1 - rank), total)
-    for number in range(warmup):
-        row.add_forward(forwards[number])
-    for number in range(total):
-        if warmup + number < total:
-            row.add_forward(forwards[warmup + number])
-        row.add_backward(backwards[number])
-    return row.build()
+    passes = forwards[:warmup]
+    passes += chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    passes += backwards[total - warmup :]
+    return _number_passes(passes, num_micro_batches)
 
 
 def build_zbv_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -150,34 +128,19 @@ def build_zbv_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Ac
     for 2p - 1 without the surplus ones. Source: Qi et al. 2023, section 6.
     """
     filled = max(2 * num_ranks - 1, num_micro_batches)
-    row = RankRowBuilder(num_micro_batches)
-    down = rank
-    back = 2 * num_ranks - 1 - rank
-    for _ in range(2 * (num_ranks - rank) - 1):
-        row.add_forward(down)
-    for _ in range(rank):
-        row.add_forward(back)
-        row.add_forward(down)
-    for _ in range(num_ranks - rank):
-        row.add_forward(back)
-        row.add_backward(back, split=True)
-        row.add_weight_gradient()
-    while row.count_forwards(back) < filled:
-        if row.count_forwards(down) < filled:
-            row.add_forward(down)
-        row.add_backward(down, split=True)
-        row.add_weight_gradient()
-        row.add_forward(back)
-        row.add_backward(back, split=True)
-        row.add_weight_gradient()
+    forward_down, inputs_down, weights = _list_passes(rank, ("F", "I", "W"))
+    forward_back, inputs_back, _ = _list_passes(2 * num_ranks - 1 - rank, ("F", "I", "W"))
+    passes = [forward_down] * (2 * (num_ranks - rank) - 1)
+    passes += [forward_back, forward_down] * rank
+    passes += [forward_back, inputs_back, weights] * (num_ranks - rank)
+    backward = [inputs_down, weights, forward_back, inputs_back, weights]
+    num_down = filled - passes.count(forward_down)
+    passes += [forward_down, *backward] * num_down
+    passes += backward * (filled - passes.count(forward_back))
     # No forward pass remains: weight gradients fill the time until input gradients arrive.
-    for _ in range(rank):
-        row.add_backward(down, split=True)
-        row.add_backward(back, split=True)
-    for _ in range(num_ranks - rank):
-        row.add_backward(down, split=True)
-        row.add_weight_gradient()
-    return row.build()
+    passes += [inputs_down, inputs_back] * rank
+    passes += [inputs_down, weights] * (num_ranks - rank)
+    return _number_passes(passes, num_micro_batches)
 
 
 def build_dualpipev_row(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -187,33 +150,24 @@ def build_dualpipev_row(rank: int, num_ranks: int, num_micro_batches: int) -> tu
     here they run one after the other. Source: DeepSeek-AI 2024, section 3.2.1, and the DualPipe
     repository.
     """
-    row = RankRowBuilder(num_micro_batches)
-    down = rank
-    back = 2 * num_ranks - 1 - rank
+    forward_down, backward_down, inputs_down, weights = _list_passes(rank, ("F", "B", "I", "W"))
+    forward_back, backward_back, inputs_back, _ = _list_passes(
+        2 * num_ranks - 1 - rank, ("F", "B", "I", "W")
+    )
     num_later = num_ranks - 1 - rank
-    for _ in range(2 * num_later):
-        row.add_forward(down)
-    for _ in range(rank + 1):
-        row.add_forward(down)
-        row.add_forward(back)
-    for _ in range(num_later):
-        row.add_backward(back, split=True)
-        row.add_weight_gradient()
-        row.add_forward(back)
-    for _ in range(num_micro_batches - 2 * num_ranks + rank + 1):
-        row.add_forward(down)
-        row.add_backward(back)
-        row.add_forward(back)
-        row.add_backward(down)
-    for _ in range(num_later):
-        row.add_backward(back)
-        row.add_forward(back)
-        row.add_backward(down)
+    passes = [forward_down] * (2 * num_later)
+    passes += [forward_down, forward_back] * (rank + 1)
+    passes += [inputs_back, weights, forward_back] * num_later
+    passes += [forward_down, backward_back, forward_back, backward_down] * (
+        num_micro_batches - 2 * num_ranks + rank + 1
+    )
+    passes += [backward_back, forward_back, backward_down] * num_later
     # The second half of the remaining backward passes is split, so that their weight
     # gradients fill the end.
     for number in range(2 * (rank + 1)):
-        row.add_backward(down if number % 2 else back, split=number > rank)
-    for _ in range(num_later):
-        row.add_weight_gradient()
-        row.add_backward(down, split=True)
-    return row.build()
+        if number > rank:
+            passes.append(inputs_down if number % 2 else inputs_back)
+        else:
+            passes.append(backward_down if number % 2 else backward_back)
+    passes += [weights, inputs_down] * num_later
+    return _number_passes(passes, num_micro_batches)
