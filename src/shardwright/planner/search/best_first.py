@@ -412,14 +412,16 @@ class _LayoutSearch:
 
     def _find_memory(self, candidate: Candidate) -> MemoryParts | None:
         """Return the memory of the rank that needs the most; None if a rank has not enough."""
-        loads = self.predictor.get_pipeline_stages(candidate).distinct_loads
-        by_load = []
-        for number in reversed(range(len(loads))):  # the first rank had enough
-            memory = self.costs.get_memory(candidate, number)
-            by_load.append(memory)
-            if memory.total > self.capacity_bytes:
-                break
-        most = max(reversed(by_load), key=lambda memory: memory.total)
+        pipeline = self.predictor.get_pipeline_stages(candidate)
+        # The first rank had enough. The last one often has not: it has the head.
+        last = self.costs.get_memory(candidate, pipeline.num_ranks - 1)
+        by_rank = [last]
+        if last.total <= self.capacity_bytes:
+            for rank in pipeline.fullest_ranks:
+                by_rank.append(self.costs.get_memory(candidate, rank))
+                if by_rank[-1].total > self.capacity_bytes:
+                    break
+        most = max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
         return most if self._has_capacity_for(most.total) else None
 
     def _record_proven(self, prediction: Prediction) -> None:

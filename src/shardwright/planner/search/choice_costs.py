@@ -151,12 +151,12 @@ class ChoiceCosts:
             num_bytes = self._first_rank_bytes[candidate] = memory.total
         return num_bytes
 
-    def get_memory(self, candidate: Candidate, number: int) -> MemoryParts:
-        """Return the cached memory of one of the distinct ranks of a candidate's pipeline."""
-        key = (candidate, number)
+    def get_memory(self, candidate: Candidate, rank: int) -> MemoryParts:
+        """Return the cached memory of one rank of a candidate's pipeline."""
+        key = (candidate, rank)
         memory = self._memory.get(key)
         if memory is None:
-            load = self.predictor.get_pipeline_stages(candidate).distinct_loads[number]
+            load = self.predictor.get_pipeline_stages(candidate).build_rank_load(rank)
             memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
         return memory
 

@@ -180,11 +180,10 @@ class PipelineStages:
         return self.partition.build_load(rank, self.passes_in_flight[rank], moments)
 
     @cached_property
-    def distinct_loads(self) -> tuple[StageLoad, ...]:
-        """Loads of the distinct ranks; among ranks that differ only in micro-batches in flight,
-        the one with most, and the one with most that wait for gradients of weights."""
-        fullest: dict[tuple[object, ...], StageLoad] = {}
-        counts: dict[tuple[object, ...], tuple[float, float]] = {}
+    def fullest_ranks(self) -> tuple[int, ...]:
+        """First ranks with the most in memory: among ranks that differ only in micro-batches in
+        flight, the one with most, and the one with most that wait for gradients of weights."""
+        fullest: dict[tuple[object, ...], tuple[tuple[float, float], int]] = {}
         for rank in range(self.num_ranks):
             load = self.build_rank_load(rank)
             num_waiting = max(
@@ -192,10 +191,14 @@ class PipelineStages:
             )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
-                if key not in fullest or counts[key] < measure:
-                    fullest[key] = load
-                    counts[key] = measure
-        return tuple(dict.fromkeys(fullest.values()))
+                if key not in fullest or fullest[key][0] < measure:
+                    fullest[key] = (measure, rank)
+        return tuple(dict.fromkeys(rank for _, rank in fullest.values()))
+
+    @cached_property
+    def distinct_loads(self) -> tuple[StageLoad, ...]:
+        """Loads of `fullest_ranks` that differ."""
+        return tuple(dict.fromkeys(map(self.build_rank_load, self.fullest_ranks)))
 
 
 def count_passes_in_flight(
