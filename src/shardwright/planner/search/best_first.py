@@ -28,6 +28,7 @@ from functools import partial
 from itertools import count
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import compute_overhead
@@ -121,6 +122,15 @@ class _LayoutSearch:
         self._straggler_factor, self._fixed_seconds = compute_overhead(
             costs.predictor, costs.problem.num_gpus
         )
+        efficiency = costs.predictor.efficiency
+        self._reserve_factor = 1 + efficiency.reserve_share
+        self._overhead_bytes = [
+            efficiency.reserve_bytes
+            + efficiency.context_bytes
+            + efficiency.communicator_bytes * num_groups
+            for num_groups in range(6)
+        ]
+        """Of the allocator and the driver, by number of axes with more than one rank."""
         self._counter = count()
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._predicted: dict[tuple[int, ...], Prediction] = {}
@@ -262,7 +272,7 @@ class _LayoutSearch:
                 costs = self.costs.get_layer_costs(degrees, execution)
                 seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = PartialChoice(
-                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, {}
+                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
                 self._push(seconds, degrees, partial(self._expand_execution, choice))
 
@@ -303,12 +313,8 @@ class _LayoutSearch:
     def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
         """Return True if `num_bytes` live bytes fit next to the minimum reserve of allocator and
         driver."""
-        efficiency = self.predictor.efficiency
-        communicators = efficiency.communicator_bytes * (
-            degrees.num_parallel_axes + (degrees.data_ranks > 1)
-        )
-        overhead_bytes = efficiency.reserve_bytes + efficiency.context_bytes + communicators
-        return self._has_capacity_for(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
+        overhead_bytes = self._overhead_bytes[degrees.num_parallel_axes + (degrees.data_ranks > 1)]
+        return self._has_capacity_for(num_bytes * self._reserve_factor + overhead_bytes)
 
     def _has_capacity_for(self, num_bytes: float) -> bool:
         if num_bytes <= self.capacity_bytes:
@@ -328,23 +334,13 @@ class _LayoutSearch:
         degrees = chosen.degrees
         if self._is_proven(degrees, sharding):
             return
-        for scheduled in chosen.pipelines.options:
-            load = scheduled.first_rank_load
-            activation_bytes = chosen.activations.compute_min_bytes(
-                tuple(load.num_in_flight * count for count in load.layers)
+        for scheduled, pass_seconds, activation_bytes in chosen.list_schedules():
+            persistent = self.costs.get_persistent_memory(
+                degrees, scheduled.first_rank_load, sharding
             )
-            if self._has_capacity_for_live(
-                degrees,
-                self.costs.get_persistent_memory(degrees, load, sharding).total_at_loss
-                + activation_bytes,
-            ):
-                seconds = (
-                    chosen.compute_schedule_seconds(scheduled.bounds)
-                    + weight_seconds
-                    + exposed_seconds
-                )
+            if self._has_capacity_for_live(degrees, persistent.total_at_loss + activation_bytes):
                 self._push(
-                    seconds,
+                    pass_seconds + weight_seconds + exposed_seconds,
                     degrees,
                     partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
                 )
@@ -358,7 +354,9 @@ class _LayoutSearch:
         scheduled: ScheduleOption,
         exposed_seconds: float,
     ) -> None:
-        if self._is_proven(chosen.degrees, sharding):
+        if self._is_proven(chosen.degrees, sharding) or not self._has_capacity_for_deferred(
+            chosen, sharding, scheduled.deferring_rank_load
+        ):
             return
         schedule = (scheduled.name, scheduled.virtual_stages)
         candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
@@ -379,6 +377,19 @@ class _LayoutSearch:
                 self._push_at(seconds, chosen.degrees, expand)
                 return
         expand()
+
+    def _has_capacity_for_deferred(
+        self, chosen: PartialChoice, sharding: ShardingChoice, load: StageLoad | None
+    ) -> bool:
+        """Return True if the passes of a rank that wait for gradients of weights may fit."""
+        if load is None:
+            return True
+        degrees = chosen.degrees
+        persistent = self.costs.get_persistent_memory(degrees, load, sharding)
+        activations = self.costs.get_deferred_activations(degrees, chosen.execution)
+        return self._has_capacity_for_live(
+            degrees, persistent.total_at_loss + activations.compute_min_bytes(load)
+        )
 
     def _expand_candidate(
         self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False

@@ -31,6 +31,7 @@ from shardwright.planner.search.space import (
     ShardingChoice,
 )
 from shardwright.planner.search.state import (
+    DeferredActivations,
     MicroBatchActivations,
     PipelineOptions,
     ScheduleOption,
@@ -56,6 +57,7 @@ class ChoiceCosts:
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._deferred: dict[tuple[object, ...], DeferredActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
@@ -81,6 +83,7 @@ class ChoiceCosts:
                         pipeline.partition.build_load(0, pipeline.passes_in_flight[0]),
                         name,
                         virtual,
+                        self._build_deferring_load(pipeline),
                     )
                 )
             self._schedules[key] = (
@@ -89,6 +92,14 @@ class ChoiceCosts:
                 else None
             )
         return self._schedules[key]
+
+    def _build_deferring_load(self, pipeline: PipelineStages) -> StageLoad | None:
+        template = self.problem.template
+        # Of offloaded activations few are on the device.
+        if template.activation_offload != "none" or not template.engine.has_ordered_frees:
+            return None
+        load = pipeline.build_rank_load(pipeline.num_ranks - 1)
+        return load if load.backward_moments else None
 
     def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
         key = build_pipeline_key(pipeline)
@@ -184,6 +195,24 @@ class ChoiceCosts:
             )
         return activations
 
+    def get_deferred_activations(
+        self, degrees: Degrees, execution: ExecutionChoice
+    ) -> DeferredActivations:
+        """Return the cached activation bytes of a micro-batch under a schedule that defers
+        gradients of weights."""
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        activations = self._deferred.get(key)
+        if activations is None:
+            candidate = self.space.build_candidate(degrees, execution, schedule=("zb_h1", None))
+            layers = [
+                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
+            ]
+            activations = self._deferred[key] = DeferredActivations(
+                tuple(layer.saved_bytes for layer in layers),
+                tuple(layer.deferred_bytes for layer in layers),
+            )
+        return activations
+
     def get_data_bound(
         self, degrees: Degrees, sharding: ShardingChoice, min_layers: tuple[int, ...]
     ) -> DataTrafficBound:
@@ -209,6 +238,7 @@ class ChoiceCosts:
             degrees.data_ranks,
             degrees.accumulation_steps > 1,
             load.layers,
+            load.has_embedding,
             load.has_head,
             sharding,
         )

@@ -94,6 +94,7 @@ class SearchSpace:
         self.facts = facts
         self.problem = problem
         self._domain_size = domain_size
+        self._shardings: dict[tuple[int, ...], tuple[ShardingChoice, ...]] = {}
         self._sequence_methods: dict[tuple[int, int], list[tuple[bool, CpMethod]]] = {}
 
     def list_degrees(self) -> Iterator[tuple[Degrees, ...]]:
@@ -167,9 +168,16 @@ class SearchSpace:
         )
         return explain_context_conflict(self.facts, layout, template.sequence_length) is None
 
-    def list_shardings(self, degrees: Degrees) -> Iterator[ShardingChoice]:
-        """Yield ZeRO stages, sharded over all data ranks or over those of a fast domain. Stage
+    def list_shardings(self, degrees: Degrees) -> tuple[ShardingChoice, ...]:
+        """List ZeRO stages, sharded over all data ranks or over those of a fast domain. Stage
         0 replicates."""
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.data_ranks)
+        found = self._shardings.get(key)
+        if found is None:
+            found = self._shardings[key] = tuple(self._iterate_shardings(degrees))
+        return found
+
+    def _iterate_shardings(self, degrees: Degrees) -> Iterator[ShardingChoice]:
         local = max(1, self._domain_size // (degrees.tp * degrees.cp))
         for stage in self.problem.zero_stages:
             if stage == 0:

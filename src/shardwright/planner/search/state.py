@@ -23,6 +23,8 @@ class ScheduleOption(NamedTuple):
     first_rank_load: StageLoad
     name: str
     virtual_stages: int | None
+    deferring_rank_load: StageLoad | None
+    """Load of the last rank of a schedule that defers gradients of weights: it defers most."""
 
 
 class MicroBatchActivations(NamedTuple):
@@ -44,6 +46,28 @@ class MicroBatchActivations(NamedTuple):
             default=0.0,
         )
         return float(sum(map(mul, num_passes, self.layer_bytes)) + backward_bytes)
+
+
+class DeferredActivations(NamedTuple):
+    """Bytes of a micro-batch in one layer of each kind: saved until its backward pass, and then
+    until the gradients of its weights are computed."""
+
+    saved_bytes: tuple[float, ...]
+    deferred_bytes: tuple[float, ...]
+
+    def compute_min_bytes(self, load: StageLoad) -> float:
+        """Return the bytes of the passes in memory besides the one that runs backward, at most,
+        once all stages of the rank have gradients."""
+        saved = sum(map(mul, load.layers, self.saved_bytes))
+        deferred = sum(map(mul, load.layers, self.deferred_bytes))
+        return max(
+            (
+                moment.num_saved * saved + moment.num_deferred * deferred
+                for moment in load.backward_moments
+                if moment.gradient_share == 1.0
+            ),
+            default=0.0,
+        )
 
 
 class PipelineOptions(NamedTuple):
@@ -68,17 +92,25 @@ class PartialChoice(NamedTuple):
     activations: MicroBatchActivations
     min_activation_bytes: float
     min_seconds: float
-    schedule_seconds: dict[PipelineKey, float]
-    """Minimum seconds of the passes of a schedule, once computed."""
+    schedules: list[tuple[ScheduleOption, float, float]]
+    """Those of `list_schedules`, once computed."""
 
-    def compute_schedule_seconds(self, bounds: PipelineBoundModel) -> float:
-        """Return the minimum seconds of the passes of one schedule."""
-        seconds = self.schedule_seconds.get(bounds.key)
-        if seconds is None:
-            seconds = self.schedule_seconds[bounds.key] = bounds.compute_seconds(
-                self.costs, self.degrees.accumulation_steps
-            )
-        return seconds
+    def list_schedules(self) -> list[tuple[ScheduleOption, float, float]]:
+        """List the schedules with the minimum seconds of their passes, and the minimum activation
+        bytes of the first rank."""
+        if not self.schedules:
+            seconds: dict[PipelineKey, float] = {}
+            for scheduled in self.pipelines.options:
+                bounds = scheduled.bounds
+                if bounds.key not in seconds:
+                    seconds[bounds.key] = bounds.compute_seconds(
+                        self.costs, self.degrees.accumulation_steps
+                    )
+                load = scheduled.first_rank_load
+                passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
+                num_bytes = self.activations.compute_min_bytes(passes)
+                self.schedules.append((scheduled, seconds[bounds.key], num_bytes))
+        return self.schedules
 
 
 def build_pipeline_options(
