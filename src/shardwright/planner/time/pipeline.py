@@ -184,10 +184,11 @@ class PipelineStages:
         """First ranks with the most in memory: among ranks that differ only in micro-batches in
         flight, the one with most, and the one with most that wait for gradients of weights."""
         fullest: dict[tuple[object, ...], tuple[tuple[float, float], int]] = {}
+        is_deferring = self.num_ranks > 1 and has_split_backward(self.schedule)
         for rank in range(self.num_ranks):
-            load = self.build_rank_load(rank)
-            num_waiting = max(
-                (moment.num_deferred for moment in load.backward_moments), default=0.0
+            load = self.partition.build_load(rank, self.passes_in_flight[rank])
+            num_waiting = is_deferring and count_deferred_passes(
+                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank
             )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
@@ -246,22 +247,58 @@ def list_backward_moments(
     >>> [moment.num_deferred for moment in list_backward_moments("zb_h1", 2, 8, None, 1)]
     [1.0]
     """
-    if name in PIPELINE_SCHEDULES:
-        num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
+    num_micro_batches = _limit_micro_batches(name, num_ranks, num_micro_batches)
     return _list_schedule_moments(name, num_ranks, num_micro_batches, virtual_stages, rank)
+
+
+def count_deferred_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> int:
+    """Return the most passes through one stage that wait for gradients of weights during a
+    backward pass of a rank.
+
+    >>> [count_deferred_passes("zb_h1", 4, 8, None, rank) for rank in range(4)]
+    [0, 1, 2, 3]
+    """
+    num_micro_batches = _limit_micro_batches(name, num_ranks, num_micro_batches)
+    return _count_deferred_passes(name, num_ranks, num_micro_batches, virtual_stages, rank)
+
+
+def _limit_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> int:
+    if name not in PIPELINE_SCHEDULES:
+        return num_micro_batches
+    return min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
+
+
+@lru_cache(maxsize=8192)
+def _count_deferred_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> int:
+    num_deferred = most = 0
+    for kind, _, _ in _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank):
+        if kind == "W":
+            num_deferred -= 1
+        elif kind != "F":
+            most = max(most, num_deferred)
+            num_deferred += kind == "I"
+    return most
 
 
 @lru_cache(maxsize=8192)
 def _list_schedule_moments(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> tuple[BackwardMoment, ...]:
-    schedule = (name, num_ranks, num_micro_batches, virtual_stages)
-    row = (
-        build_schedule_row(*schedule, rank)
-        if name in PIPELINE_SCHEDULES
-        else _load_schedule(*schedule).rows[rank]
-    )
+    row = _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank)
     return _list_rank_moments(row, assign_stages(name, num_ranks, virtual_stages))
+
+
+def _load_row(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[Action, ...]:
+    schedule = (name, num_ranks, num_micro_batches, virtual_stages)
+    if name in PIPELINE_SCHEDULES:
+        return build_schedule_row(*schedule, rank)
+    return _load_schedule(*schedule).rows[rank]
 
 
 _load_schedule = lru_cache(maxsize=8)(load_schedule)
@@ -419,7 +456,5 @@ def _build_pipeline(
 
 
 def _count_layers(facts: ModelFacts, layers: range) -> tuple[int, ...]:
-    counts = [0] * len(facts.kinds)
-    for layer in layers:
-        counts[facts.slot_of_layer[layer]] += 1
-    return tuple(counts)
+    slots = facts.slot_of_layer[layers.start : layers.stop]
+    return tuple(map(slots.count, range(len(facts.kinds))))
