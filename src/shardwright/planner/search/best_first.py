@@ -31,7 +31,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.bounds import compute_overhead
+from shardwright.planner.search.bounds import MinReserve, compute_overhead
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
@@ -122,15 +122,7 @@ class _LayoutSearch:
         self._straggler_factor, self._fixed_seconds = compute_overhead(
             costs.predictor, costs.problem.num_gpus
         )
-        efficiency = costs.predictor.efficiency
-        self._reserve_factor = 1 + efficiency.reserve_share
-        self._overhead_bytes = [
-            efficiency.reserve_bytes
-            + efficiency.context_bytes
-            + efficiency.communicator_bytes * num_groups
-            for num_groups in range(6)
-        ]
-        """Of the allocator and the driver, by number of axes with more than one rank."""
+        self._reserve = MinReserve(costs.predictor.efficiency)
         self._counter = count()
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._predicted: dict[tuple[int, ...], Prediction] = {}
@@ -248,12 +240,15 @@ class _LayoutSearch:
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
         # Often too much without activations, which take longer to compute.
-        return self._has_capacity_for_live(
-            degrees, persistent_bytes
-        ) and self._has_capacity_for_live(
-            degrees,
-            persistent_bytes + self.costs.compute_min_activation_bytes(degrees, pipelines),
-        )
+        if not self._has_capacity_for_live(degrees, persistent_bytes):
+            return False
+        if any(
+            self._reserve.add_to(degrees, persistent_bytes + num_bytes) <= self.capacity_bytes
+            for num_bytes in self.costs.iterate_min_activation_bytes(degrees, pipelines)
+        ):
+            return True
+        self.result.num_too_large += 1
+        return False
 
     # Level 2: recomputation, methods of tp and cp.
 
@@ -311,10 +306,7 @@ class _LayoutSearch:
         return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
 
     def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
-        """Return True if `num_bytes` live bytes fit next to the minimum reserve of allocator and
-        driver."""
-        overhead_bytes = self._overhead_bytes[degrees.num_parallel_axes + (degrees.data_ranks > 1)]
-        return self._has_capacity_for(num_bytes * self._reserve_factor + overhead_bytes)
+        return self._has_capacity_for(self._reserve.add_to(degrees, num_bytes))
 
     def _has_capacity_for(self, num_bytes: float) -> bool:
         if num_bytes <= self.capacity_bytes:

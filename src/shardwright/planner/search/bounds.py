@@ -15,6 +15,8 @@ from typing import NamedTuple, TypeVar
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.search.space import Degrees
 from shardwright.planner.time.data_parallel_time import (
     compute_rank_traffic,
     count_updated_elements,
@@ -273,3 +275,22 @@ def compute_overhead(predictor: Predictor, num_gpus: int) -> tuple[float, float]
     cluster = predictor.cluster
     nodes = max(1.0, num_gpus / cluster.domain_size)
     return 1 + efficiency.straggler_share * log2(nodes), efficiency.step_seconds
+
+
+class MinReserve:
+    """Minimum bytes of the allocator and the driver next to live tensors."""
+
+    def __init__(self, efficiency: Efficiency) -> None:
+        self._factor = 1 + efficiency.reserve_share
+        self._fixed_bytes = [
+            efficiency.reserve_bytes
+            + efficiency.context_bytes
+            + efficiency.communicator_bytes * num_groups
+            for num_groups in range(6)
+        ]
+        """By number of axes with more than one rank: pp, tp, cp, ep and data ranks."""
+
+    def add_to(self, degrees: Degrees, live_bytes: float) -> float:
+        """Return `live_bytes` with the reserve."""
+        num_groups = degrees.num_parallel_axes + (degrees.data_ranks > 1)
+        return live_bytes * self._factor + self._fixed_bytes[num_groups]

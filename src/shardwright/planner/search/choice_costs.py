@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
@@ -62,7 +64,7 @@ class ChoiceCosts:
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
-        self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
+        self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
         self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
@@ -132,8 +134,8 @@ class ChoiceCosts:
 
     def _list_smallest_executions(self, degrees: Degrees) -> list[ExecutionChoice]:
         """List executions, with sequence parallelism where it is possible: it repeats no
-        activations."""
-        executions = list(self.space.list_executions(degrees))
+        activations. Full recomputation, which usually saves least, is the first."""
+        executions = list(self.space.list_executions(degrees))[::-1]
         parallel = [execution for execution in executions if execution.sequence_parallel]
         return parallel or executions
 
@@ -262,16 +264,15 @@ class ChoiceCosts:
             )
         return bounds
 
-    def compute_min_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
-        """Return the first rank's minimum activation bytes over recomputation, methods and
-        schedules."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
-        alternatives = self._min_activations.get(key)
-        if alternatives is None:
-            alternatives = self._min_activations[key] = [
-                self.get_activations(degrees, execution)
-                for execution in self._list_smallest_executions(degrees)
-            ]
-        return min(
-            alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
-        )
+    def iterate_min_activation_bytes(
+        self, degrees: Degrees, pipelines: PipelineOptions
+    ) -> Iterator[float]:
+        """Yield the first rank's minimum activation bytes over schedules, for methods and kinds of
+        recomputation of which one has the minimum of all."""
+        executions = self._smallest_executions.get((degrees.tp, degrees.cp))
+        if executions is None:
+            executions = self._list_smallest_executions(degrees)
+            self._smallest_executions[degrees.tp, degrees.cp] = executions
+        for execution in executions:
+            activations = self.get_activations(degrees, execution)
+            yield activations.compute_min_bytes(pipelines.num_passes)
