@@ -280,11 +280,19 @@ class _LayoutSearch:
         bounds = chosen.pipelines.bounds
         longest = bounds.compute_longest_passes(chosen.costs)
         for sharding in self.space.list_shardings(degrees):
+            if self._is_proven(degrees, sharding):
+                continue
             persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
-            if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
-                degrees, persistent_bytes + chosen.min_activation_bytes
+            choice = chosen
+            if (
+                sharding.zero_stage == 0
+                and self._reserve.add_to(degrees, persistent_bytes) <= self.capacity_bytes
+            ):
+                choice = self.costs.replicate(chosen)
+            if not self._has_capacity_for_live(
+                degrees, persistent_bytes + choice.min_activation_bytes
             ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
@@ -294,7 +302,7 @@ class _LayoutSearch:
             self._push(
                 seconds,
                 degrees,
-                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
+                partial(self._expand_sharding, choice, sharding, weight_seconds, exposed_seconds),
             )
 
     def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
