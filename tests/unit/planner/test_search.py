@@ -23,7 +23,7 @@ from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
-from shardwright.planner.search.bounds import MinReserve
+from shardwright.planner.search.bounds import MinReserve, RankWork
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
@@ -266,6 +266,15 @@ def test_bounds_of_degrees_hold_for_every_execution(hardware: str) -> None:
             assert min_bytes <= activations.compute_min_bytes(pipelines.num_passes)
 
 
+def test_work_is_within_other_work_if_no_part_is_larger() -> None:
+    work = RankWork((2, 3), num_embeddings=0, num_heads=0, earlier_layers=(1, 0))
+    larger = RankWork((2, 4), num_embeddings=1, num_heads=1, earlier_layers=(1, 1))
+    assert work.is_within(work)
+    assert work.is_within(larger)
+    for field in RankWork._fields:
+        assert not work._replace(**{field: getattr(larger, field)}).is_within(work)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
     """That of all of them is the least of their bounds, none of which exceeds a simulation."""
@@ -297,9 +306,9 @@ def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
 def test_bounds_of_memory_hold_on_the_first_or_the_last_rank() -> None:
     """The last rank's is that of passes that wait for gradients of weights."""
     facts = ModelFacts(read_config(models.CONFIGS["llama"] | {"num_hidden_layers": 9}))
-    predictor = Predictor(facts, models.make_cluster(4), SMALL)
-    problem = PlanningProblem(Candidate(Layout(), 128), 4, 16)
-    space = SearchSpace(facts, problem, 4)
+    predictor = Predictor(facts, models.make_cluster(8), SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 8, 16)
+    space = SearchSpace(facts, problem, 8)
     costs = ChoiceCosts(predictor, problem, space)
     reserve = MinReserve(SMALL)
     nearest = 0.0
@@ -309,7 +318,7 @@ def test_bounds_of_memory_hold_on_the_first_or_the_last_rank() -> None:
         for execution, sharding, scheduled in product(
             space.list_executions(degrees), space.list_shardings(degrees), pipelines.options
         ):
-            if degrees.pp == 1:
+            if degrees.pp == 1 or degrees.tp > 1 or degrees.cp > 1:
                 continue
             schedule = (scheduled.name, scheduled.virtual_stages)
             candidate = space.build_candidate(degrees, execution, sharding, schedule)
