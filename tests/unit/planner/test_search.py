@@ -327,9 +327,7 @@ def test_bounds_of_memory_hold_on_the_first_or_the_last_rank() -> None:
                 rank = 0
                 load = scheduled.first_rank_load
                 passes = tuple(load.num_in_flight * count for count in load.layers)
-                num_bytes = costs.get_activations(
-                    degrees, execution, is_replicated=sharding.zero_stage == 0
-                ).compute_min_bytes(passes)
+                num_bytes = costs.get_activations(degrees, execution).compute_min_bytes(passes)
             else:
                 rank = degrees.pp - 1
                 load = last

@@ -285,14 +285,8 @@ class _LayoutSearch:
             persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
-            choice = chosen
-            if (
-                sharding.zero_stage == 0
-                and self._reserve.add_to(degrees, persistent_bytes) <= self.capacity_bytes
-            ):
-                choice = self.costs.replicate(chosen)
             if not self._has_capacity_for_live(
-                degrees, persistent_bytes + choice.min_activation_bytes
+                degrees, persistent_bytes + chosen.min_activation_bytes
             ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
@@ -302,7 +296,7 @@ class _LayoutSearch:
             self._push(
                 seconds,
                 degrees,
-                partial(self._expand_sharding, choice, sharding, weight_seconds, exposed_seconds),
+                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
             )
 
     def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:

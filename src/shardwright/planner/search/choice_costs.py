@@ -35,7 +35,6 @@ from shardwright.planner.search.space import (
 from shardwright.planner.search.state import (
     DeferredActivations,
     MicroBatchActivations,
-    PartialChoice,
     PipelineOptions,
     ScheduleOption,
     build_pipeline_options,
@@ -174,24 +173,14 @@ class ChoiceCosts:
             memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
         return memory
 
-    def replicate(self, chosen: PartialChoice) -> PartialChoice:
-        """Return a choice with the activations of replicated weights (ZeRO 0): a layer's backward
-        pass may need less memory for their gradients."""
-        activations = self.get_activations(chosen.degrees, chosen.execution, is_replicated=True)
-        min_bytes = activations.compute_min_bytes(chosen.pipelines.num_passes)
-        return chosen._replace(
-            activations=activations, min_activation_bytes=min_bytes, schedules=[]
-        )
-
     def get_activations(
-        self, degrees: Degrees, execution: ExecutionChoice, *, is_replicated: bool = False
+        self, degrees: Degrees, execution: ExecutionChoice
     ) -> MicroBatchActivations:
         """Return the cached activation bytes of a micro-batch."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution, is_replicated)
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
         activations = self._activations.get(key)
         if activations is None:
-            sharding = ShardingChoice(0, degrees.data_ranks) if is_replicated else None
-            candidate = self.space.build_candidate(degrees, execution, sharding)
+            candidate = self.space.build_candidate(degrees, execution)
             layers = [
                 get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
             ]
