@@ -277,7 +277,7 @@ def test_work_is_within_other_work_if_no_part_is_larger() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
-    """That of all of them is the least of their bounds, none of which exceeds a simulation."""
+    """The common bound is the least of theirs, and none exceeds a simulation."""
     facts = ModelFacts(read_config(models.CONFIGS[name] | {"num_hidden_layers": 9}))
     predictor = Predictor(facts, models.make_cluster(4), SMALL)
     problem = PlanningProblem(Candidate(Layout(), 128), 4, 16)
