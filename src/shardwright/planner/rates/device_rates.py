@@ -42,6 +42,8 @@ class DeviceRates:
         )
         self._matmul_cache: dict[tuple[float, float, float], float] = {}
         self._tile_shares: dict[tuple[float, ...], float] = {}
+        self.layer_cache: dict[tuple[object, ...], object] = {}
+        """Cache of `planner.time.layer_matmuls`."""
 
     def time_matmul(
         self, m: float, n: float, k: float, *, is_high_precision: bool = False
