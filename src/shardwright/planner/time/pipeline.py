@@ -185,10 +185,13 @@ class PipelineStages:
         flight, the one with most, and the one with most that wait for gradients of weights."""
         fullest: dict[tuple[object, ...], tuple[tuple[float, float], int]] = {}
         is_deferring = self.num_ranks > 1 and has_split_backward(self.schedule)
+        num_micro_batches = _limit_micro_batches(
+            self.schedule, self.num_ranks, self.num_micro_batches
+        )
         for rank in range(self.num_ranks):
             load = self.partition.build_load(rank, self.passes_in_flight[rank])
             num_waiting = is_deferring and count_deferred_passes(
-                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank
+                self.schedule, self.num_ranks, num_micro_batches, self.virtual_stages, rank
             )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
@@ -251,6 +254,13 @@ def list_backward_moments(
     return _list_schedule_moments(name, num_ranks, num_micro_batches, virtual_stages, rank)
 
 
+def _limit_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> int:
+    if name not in PIPELINE_SCHEDULES:
+        return num_micro_batches
+    return min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
+
+
+@lru_cache(maxsize=8192)
 def count_deferred_passes(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> int:
@@ -260,20 +270,6 @@ def count_deferred_passes(
     >>> [count_deferred_passes("zb_h1", 4, 8, None, rank) for rank in range(4)]
     [0, 1, 2, 3]
     """
-    num_micro_batches = _limit_micro_batches(name, num_ranks, num_micro_batches)
-    return _count_deferred_passes(name, num_ranks, num_micro_batches, virtual_stages, rank)
-
-
-def _limit_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> int:
-    if name not in PIPELINE_SCHEDULES:
-        return num_micro_batches
-    return min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
-
-
-@lru_cache(maxsize=8192)
-def _count_deferred_passes(
-    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
-) -> int:
     num_deferred = most = 0
     for kind, _, _ in _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank):
         if kind == "W":
@@ -323,7 +319,7 @@ def _list_rank_moments(
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
     stages_with_gradients: set[int] = set()
-    found: set[tuple[int, int, bool, int, int, int, bool]] = set()
+    found: set[tuple[int, int, int, int, int, int, bool]] = set()
     for index, (kind, stage, micro_batch) in enumerate(row):
         num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
         if kind == "F":
@@ -347,7 +343,7 @@ def _list_rank_moments(
             (
                 num_saved,
                 num_deferred,
-                last is not None,
+                int(last is not None),
                 len(stages_with_gradients),
                 num_messages + is_linked[stage] + (stage < last_stage) + num_early,
                 num_losses,
@@ -357,15 +353,9 @@ def _list_rank_moments(
         num_deferred += is_deferring
     moments = [
         BackwardMoment(
-            saved / num_stages,
-            deferred / num_stages,
-            int(is_staying),
-            num_gradients / num_stages,
-            messages,
-            losses,
-            is_deferring,
+            each[0] / num_stages, each[1] / num_stages, each[2], each[3] / num_stages, *each[4:]
         )
-        for saved, deferred, is_staying, num_gradients, messages, losses, is_deferring in found
+        for each in found
     ]
     largest: list[BackwardMoment] = []
     for moment in sorted(moments, reverse=True):  # one with at least as much of everything precedes
