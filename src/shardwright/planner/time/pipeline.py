@@ -319,7 +319,7 @@ def _list_rank_moments(
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
     stages_with_gradients: set[int] = set()
-    found: set[tuple[int, int, int, int, int, int, bool]] = set()
+    found: set[tuple[float, float, int, float, int, int, bool]] = set()
     for index, (kind, stage, micro_batch) in enumerate(row):
         num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
         if kind == "F":
@@ -341,24 +341,19 @@ def _list_rank_moments(
         num_early = num_received[min(index + 1 + LOOKAHEAD, len(row))] - num_received[index + 1]
         found.add(
             (
-                num_saved,
-                num_deferred,
+                num_saved / num_stages,
+                num_deferred / num_stages,
                 int(last is not None),
-                len(stages_with_gradients),
+                len(stages_with_gradients) / num_stages,
                 num_messages + is_linked[stage] + (stage < last_stage) + num_early,
                 num_losses,
                 is_deferring,
             )
         )
         num_deferred += is_deferring
-    moments = [
-        BackwardMoment(
-            each[0] / num_stages, each[1] / num_stages, each[2], each[3] / num_stages, *each[4:]
-        )
-        for each in found
-    ]
     largest: list[BackwardMoment] = []
-    for moment in sorted(moments, reverse=True):  # one with at least as much of everything precedes
+    for moment in sorted(map(BackwardMoment._make, found), reverse=True):
+        # One with at least as much of everything precedes.
         if not any(
             other.num_staying == moment.num_staying
             and other.is_deferring == moment.is_deferring
