@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 ActionKind = Literal["F", "B", "I", "W"]
@@ -41,6 +42,10 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+_get_stage = attrgetter("stage")
+_get_micro_batch = attrgetter("micro_batch")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of each pipeline rank, in order.
@@ -57,11 +62,7 @@ class Schedule:
 
     def __hash__(self) -> int:
         # Needed at every simulation, and rows have thousands of actions.
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.name, self.rows))
+        return hash((self.name, *map(len, self.rows)))
 
     @property
     def num_ranks(self) -> int:
@@ -71,12 +72,14 @@ class Schedule:
     @cached_property
     def num_stages(self) -> int:
         """Number of stages of the model, over all ranks."""
-        return 1 + max((action.stage for row in self.rows for action in row), default=-1)
+        return 1 + max((max(map(_get_stage, row), default=-1) for row in self.rows), default=-1)
 
     @cached_property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of one step."""
-        return 1 + max((action.micro_batch for row in self.rows for action in row), default=-1)
+        return 1 + max(
+            (max(map(_get_micro_batch, row), default=-1) for row in self.rows), default=-1
+        )
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
@@ -86,9 +89,9 @@ class Schedule:
         """
         ranks = [-1] * self.num_stages
         for rank, row in enumerate(self.rows):
-            for action in row:
-                if ranks[action.stage] < 0:
-                    ranks[action.stage] = rank
+            for stage in set(map(_get_stage, row)):
+                if ranks[stage] < 0:
+                    ranks[stage] = rank
         return tuple(ranks)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -16,17 +16,17 @@ from shardwright.schedule.actions import (
     assign_looped_stages,
 )
 from shardwright.schedule.builders import (
-    build_1f1b,
-    build_dualpipev,
-    build_gpipe,
-    build_interleaved_1f1b,
-    build_zb_h1,
-    build_zbv,
+    build_1f1b_row,
+    build_dualpipev_row,
+    build_gpipe_row,
+    build_interleaved_1f1b_row,
+    build_zb_h1_row,
+    build_zbv_row,
 )
 from shardwright.schedule.text_format import read_schedule
 from shardwright.schedule.validation import check_schedule
 
-ActionRows = tuple[tuple[Action, ...], ...]
+ActionRow = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ScheduleFamily:
 
     title: str
     stage_assignment: Literal["straight", "looped", "folded"]
-    build: Callable[[int, int, int], ActionRows]
-    """(ranks, micro-batches, stages per rank) -> rows of actions."""
+    build_row: Callable[[int, int, int, int], ActionRow]
+    """(rank, ranks, micro-batches, stages per rank) -> actions of the rank."""
     has_split_backward: bool = False
     has_divisibility_rule: bool = False
     """True if the micro-batches must be a multiple of the ranks."""
@@ -50,21 +50,24 @@ class ScheduleFamily:
 
 
 PIPELINE_SCHEDULES: dict[str, ScheduleFamily] = {
-    "gpipe": ScheduleFamily("GPipe", "straight", lambda p, m, v: build_gpipe(p, m)),
-    "1f1b": ScheduleFamily("1F1B", "straight", lambda p, m, v: build_1f1b(p, m)),
+    "gpipe": ScheduleFamily("GPipe", "straight", lambda r, p, m, v: build_gpipe_row(r, p, m)),
+    "1f1b": ScheduleFamily("1F1B", "straight", lambda r, p, m, v: build_1f1b_row(r, p, m)),
     "interleaved_1f1b": ScheduleFamily(
-        "interleaved 1F1B", "looped", build_interleaved_1f1b, has_divisibility_rule=True
+        "interleaved 1F1B", "looped", build_interleaved_1f1b_row, has_divisibility_rule=True
     ),
     "zb_h1": ScheduleFamily(
-        "ZB-H1", "straight", lambda p, m, v: build_zb_h1(p, m), has_split_backward=True
+        "ZB-H1",
+        "straight",
+        lambda r, p, m, v: build_zb_h1_row(r, p, m),
+        has_split_backward=True,
     ),
     "zbv": ScheduleFamily(
-        "ZBV", "folded", lambda p, m, v: build_zbv(p, m), has_split_backward=True
+        "ZBV", "folded", lambda r, p, m, v: build_zbv_row(r, p, m), has_split_backward=True
     ),
     "dualpipev": ScheduleFamily(
         "DualPipeV",
         "folded",
-        lambda p, m, v: build_dualpipev(p, m),
+        lambda r, p, m, v: build_dualpipev_row(r, p, m),
         has_split_backward=True,
         min_micro_batches_per_rank=2,
     ),
@@ -137,6 +140,20 @@ def build_schedule(
     >>> print(build_schedule("zbv", 4, 8))
     ZBV: 4 ranks, 8 stages, 8 micro-batches
     """
+    family, stages = _check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
+    return Schedule(
+        family.title,
+        tuple(
+            family.build_row(rank, num_ranks, num_micro_batches, stages)
+            for rank in range(num_ranks)
+        ),
+    )
+
+
+def _check_numbers(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
+) -> tuple[ScheduleFamily, int]:
+    """Return the family and its stages per rank."""
     family = _get_family(name)
     stages = count_stages_per_rank(name, virtual_stages)
     for number, name_of_number in ((num_ranks, "ranks"), (num_micro_batches, "micro_batches")):
@@ -162,7 +179,15 @@ def build_schedule(
             allowed=f"{family.min_micro_batches_per_rank * num_ranks} or more",
             remedy="Raise gradient_accumulation_steps, or use zbv, which runs with any number",
         )
-    return Schedule(family.title, family.build(num_ranks, num_micro_batches, stages))
+    return family, stages
+
+
+def build_schedule_row(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> ActionRow:
+    """Build the actions of one rank of a named schedule, without those of the others."""
+    family, stages = _check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
+    return family.build_row(rank, num_ranks, num_micro_batches, stages)
 
 
 def load_schedule(

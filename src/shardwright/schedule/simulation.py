@@ -180,55 +180,41 @@ class _ExecutionOrder:
 @lru_cache(maxsize=256)
 def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
     rows = schedule.rows
-    rank_of_stage = schedule.rank_of_stage
     num_stages = schedule.num_stages
     num_micro_batches = schedule.num_micro_batches
     actions: list[Action] = []
     steps: list[tuple[int, int, int, int, int]] = []
     # Flat indices over (is it a backward pass, stage, micro-batch): number of the action that
     # computes a tensor, and the rank that waits for it.
-    num_forwards = num_stages * num_micro_batches
-    action_number = [-1] * (2 * num_forwards)
-    waiting_rank = [-1] * (2 * num_forwards)
+    num_tensors = 2 * num_stages * num_micro_batches
+    action_number = [-1] * num_tensors
+    waiting_rank = [-1] * num_tensors
     channels: dict[tuple[int, int], int] = {}
+    links = [_list_links(schedule, rank, channels) for rank in range(schedule.num_ranks)]
     positions = [0] * schedule.num_ranks
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
         row = rows[rank]
+        rank_links = links[rank]
         for position in range(positions[rank], len(row)):
             action = row[position]
             kind, stage, micro_batch = action
-            channel = boundary = prerequisite = -1
-            if kind != "W":
-                is_forward = kind == "F"
-                output_index = (
-                    stage * num_micro_batches + micro_batch + (0 if is_forward else num_forwards)
-                )
-                target_stage = stage + 1 if is_forward else stage - 1
-                if stage > 0 if is_forward else stage < num_stages - 1:
-                    input_index = (
-                        output_index - num_micro_batches
-                        if is_forward
-                        else output_index + num_micro_batches
-                    )
-                    prerequisite = action_number[input_index]
-                    if prerequisite < 0:
-                        waiting_rank[input_index] = rank
-                        positions[rank] = position
-                        break
-                if 0 <= target_stage < num_stages and rank_of_stage[target_stage] != rank:
-                    channel = channels.setdefault(
-                        (rank, rank_of_stage[target_stage]), len(channels)
-                    )
-                    boundary = min(stage, target_stage)
-                action_number[output_index] = len(actions)
+            slot, first_input, first_output, channel, boundary = rank_links[kind, stage]
+            prerequisite = -1
+            if first_input >= 0:
+                prerequisite = action_number[first_input + micro_batch]
+                if prerequisite < 0:
+                    waiting_rank[first_input + micro_batch] = rank
+                    positions[rank] = position
+                    break
+            if first_output >= 0:
+                output_index = first_output + micro_batch
+                action_number[output_index] = len(steps)
                 if waiting_rank[output_index] >= 0:
                     ready.append(waiting_rank[output_index])
             actions.append(action)
-            steps.append(
-                (_SLOT_OF_KIND[kind] * num_stages + stage, rank, prerequisite, channel, boundary)
-            )
+            steps.append((slot, rank, prerequisite, channel, boundary))
         else:
             positions[rank] = len(row)
     if len(actions) < sum(map(len, rows)):
@@ -236,3 +222,31 @@ def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
             f"{schedule.name} cannot run to its end; `check` reports why", field="schedule"
         )
     return _ExecutionOrder(tuple(actions), tuple(steps), len(channels))
+
+
+def _list_links(
+    schedule: Schedule, rank: int, channels: dict[tuple[int, int], int]
+) -> dict[tuple[ActionKind, int], tuple[int, int, int, int, int]]:
+    """Return for each kind of action and stage of a rank: the slot of its time; the flat indices of
+    its input and output for micro-batch 0, -1 if it waits for no other stage and if no action waits
+    for it; and channel and boundary of its message, -1 without one. New channels get numbers.
+    """
+    num_stages = schedule.num_stages
+    num_micro_batches = schedule.num_micro_batches
+    links = {}
+    for kind, stage in {(action.kind, action.stage) for action in schedule.rows[rank]}:
+        first_input = first_output = channel = boundary = -1
+        if kind != "W":
+            step = 1 if kind == "F" else -1
+            first_output = (stage + num_stages * (kind != "F")) * num_micro_batches
+            if 0 <= stage - step < num_stages:
+                first_input = first_output - step * num_micro_batches
+            target_stage = stage + step
+            if 0 <= target_stage < num_stages:
+                target_rank = schedule.rank_of_stage[target_stage]
+                if target_rank != rank:
+                    channel = channels.setdefault((rank, target_rank), len(channels))
+                    boundary = min(stage, target_stage)
+        slot = _SLOT_OF_KIND[kind] * num_stages + stage
+        links[kind, stage] = (slot, first_input, first_output, channel, boundary)
+    return links

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, product
+from operator import le
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
+from shardwright.planner.search.bounds import MinReserve, RankWork
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
@@ -238,6 +240,106 @@ def test_costs_of_quantised_weights_are_those_of_each_sharding(
         for sharding in space.list_shardings(degrees):
             candidate = space.build_candidate(degrees, ANY_EXECUTION, sharding)
             assert vars(predictor.compute_layer_costs(candidate)) == vars(shared)
+
+
+@pytest.mark.parametrize("hardware", ["8xH100-80GB", "2xA100-80GB"])
+def test_bounds_of_degrees_hold_for_every_execution(hardware: str) -> None:
+    """Among them that an all-reduce may be faster than a gather and a reduce-scatter."""
+    facts = ModelFacts(models.read_shape("qwen3_moe"))
+    predictor = Predictor(facts, parse_cluster(hardware, num_nodes=2), SMALL)
+    num_gpus = predictor.cluster.num_gpus
+    problem = PlanningProblem(Candidate(Layout(), 512), num_gpus, 2 * num_gpus)
+    space = SearchSpace(facts, problem, predictor.cluster.domain_size)
+    costs = ChoiceCosts(predictor, problem, space)
+    for degrees in chain.from_iterable(space.list_degrees()):
+        least = costs.get_min_layer_costs(degrees)
+        pipelines = costs.get_pipeline_options(degrees)
+        assert pipelines is not None
+        min_bytes = min(costs.iterate_min_activation_bytes(degrees, pipelines))
+        for execution in space.list_executions(degrees):
+            each = costs.get_layer_costs(degrees, execution)
+            assert all(map(le, least.forward_seconds, each.forward_seconds))
+            assert all(map(le, least.pass_seconds, each.pass_seconds))
+            assert least.embedding_seconds <= each.embedding_seconds
+            assert least.head_seconds <= each.head_seconds
+            activations = costs.get_activations(degrees, execution)
+            assert min_bytes <= activations.compute_min_bytes(pipelines.num_passes)
+
+
+def test_work_is_within_other_work_if_no_part_is_larger() -> None:
+    work = RankWork((2, 3), num_embeddings=0, num_heads=0, earlier_layers=(1, 0))
+    larger = RankWork((2, 4), num_embeddings=1, num_heads=1, earlier_layers=(1, 1))
+    assert work.is_within(work)
+    assert work.is_within(larger)
+    for field in RankWork._fields:
+        assert not work._replace(**{field: getattr(larger, field)}).is_within(work)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
+    """The common bound is the least of theirs, and none exceeds a simulation."""
+    facts = ModelFacts(read_config(models.CONFIGS[name] | {"num_hidden_layers": 9}))
+    predictor = Predictor(facts, models.make_cluster(4), SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 16)
+    space = SearchSpace(facts, problem, 4)
+    costs = ChoiceCosts(predictor, problem, space)
+    num_dropped = 0
+    for degrees in chain.from_iterable(space.list_degrees()):
+        pipelines = costs.get_pipeline_options(degrees)
+        assert pipelines is not None
+        num_dropped += len(pipelines.bounds.pipelines) - len(pipelines.bounds.lowest)
+        steps = degrees.accumulation_steps
+        for execution in space.list_executions(degrees):
+            layer_costs = costs.get_layer_costs(degrees, execution)
+            by_schedule = []
+            for scheduled in pipelines.options:
+                seconds = scheduled.bounds.compute_seconds(layer_costs, steps)
+                schedule = (scheduled.name, scheduled.virtual_stages)
+                candidate = space.build_candidate(degrees, execution, schedule=schedule)
+                time = predictor.predict(candidate, layer_costs=layer_costs).time
+                assert seconds <= time.step * (1 + 1e-12)
+                by_schedule.append(seconds)
+            assert pipelines.bounds.compute_seconds(layer_costs, steps) == min(by_schedule)
+    assert num_dropped > 0
+
+
+def test_bounds_of_memory_hold_on_the_first_or_the_last_rank() -> None:
+    """The last rank's is that of passes that wait for gradients of weights."""
+    facts = ModelFacts(read_config(models.CONFIGS["llama"] | {"num_hidden_layers": 9}))
+    predictor = Predictor(facts, models.make_cluster(8), SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 8, 16)
+    space = SearchSpace(facts, problem, 8)
+    costs = ChoiceCosts(predictor, problem, space)
+    reserve = MinReserve(SMALL)
+    nearest = 0.0
+    for degrees in chain.from_iterable(space.list_degrees()):
+        pipelines = costs.get_pipeline_options(degrees)
+        assert pipelines is not None
+        for execution, sharding, scheduled in product(
+            space.list_executions(degrees), space.list_shardings(degrees), pipelines.options
+        ):
+            if degrees.pp == 1 or degrees.tp > 1 or degrees.cp > 1:
+                continue
+            schedule = (scheduled.name, scheduled.virtual_stages)
+            candidate = space.build_candidate(degrees, execution, sharding, schedule)
+            last = scheduled.deferring_rank_load
+            if last is None:
+                rank = 0
+                load = scheduled.first_rank_load
+                passes = tuple(load.num_in_flight * count for count in load.layers)
+                num_bytes = costs.get_activations(degrees, execution).compute_min_bytes(passes)
+            else:
+                rank = degrees.pp - 1
+                load = last
+                num_bytes = costs.get_deferred_activations(degrees, execution).compute_min_bytes(
+                    load
+                )
+            num_bytes += costs.get_persistent_memory(degrees, load, sharding).total_at_loss
+            bound = reserve.add_to(degrees, num_bytes)
+            needed = costs.get_memory(candidate, rank).total
+            assert bound <= needed
+            nearest = max(nearest, bound / needed)
+    assert nearest > 0.9
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:

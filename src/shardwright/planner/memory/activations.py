@@ -114,7 +114,7 @@ def get_layer_activations(
         candidate.has_bf16_masters,
         candidate.expert_load,
         candidate.engine,
-        layout.ep > 1,
+        layout.ep,
         layout.dp_replicate > 1,
         candidate.is_sharded,
         candidate.is_deferring,

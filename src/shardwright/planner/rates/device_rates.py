@@ -41,6 +41,9 @@ class DeviceRates:
             DeviceRates(cluster, efficiency, "bf16") if self.is_low_precision else self
         )
         self._matmul_cache: dict[tuple[float, float, float], float] = {}
+        self._tile_shares: dict[tuple[float, ...], float] = {}
+        self.layer_cache: dict[tuple[object, ...], object] = {}
+        """Cache of `planner.time.layer_matmuls`."""
 
     def time_matmul(
         self, m: float, n: float, k: float, *, is_high_precision: bool = False
@@ -80,6 +83,12 @@ class DeviceRates:
     def compute_tile_share(self, *widths: float) -> float:
         """Return the share of the matmul rate at these matrix widths, by how well they fill
         tiles. 1 with a measured profile."""
+        share = self._tile_shares.get(widths)
+        if share is None:
+            share = self._tile_shares[widths] = self._compute_tile_share(widths)
+        return share
+
+    def _compute_tile_share(self, widths: tuple[float, ...]) -> float:
         if self.cluster.profile is not None:
             return 1.0
         if any(width % 8 for width in widths):

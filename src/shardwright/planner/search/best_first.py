@@ -28,9 +28,10 @@ from functools import partial
 from itertools import count
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.search.bounds import compute_overhead, merge_bounds
+from shardwright.planner.search.bounds import MinReserve, compute_overhead
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
@@ -121,6 +122,7 @@ class _LayoutSearch:
         self._straggler_factor, self._fixed_seconds = compute_overhead(
             costs.predictor, costs.problem.num_gpus
         )
+        self._reserve = MinReserve(costs.predictor.efficiency)
         self._counter = count()
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._predicted: dict[tuple[int, ...], Prediction] = {}
@@ -218,13 +220,8 @@ class _LayoutSearch:
         rows = variants[0].micro_batch_size * variants[0].accumulation_steps
         # Of the largest one's time: the first micro-batch may be the smallest.
         share = variants[0].micro_batch_size / largest.micro_batch_size
-        pipelines = self.costs.list_distinct_bounds(variants)
-        return min(
-            (
-                bounds.compute_seconds(costs, rows / largest.micro_batch_size, share)
-                for bounds in pipelines
-            ),
-            default=float("inf"),
+        return self.costs.get_variant_bounds(variants).compute_seconds(
+            costs, rows / largest.micro_batch_size, share
         )
 
     def _expand_variants(self, variants: tuple[Degrees, ...]) -> None:
@@ -232,26 +229,26 @@ class _LayoutSearch:
             pipelines = self.costs.get_pipeline_options(degrees)
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
                 costs = self.costs.get_min_layer_costs(degrees)
-                min_seconds = min(
-                    bounds.compute_seconds(costs, degrees.accumulation_steps)
-                    for bounds in pipelines.distinct_bounds
-                )
+                min_seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
         pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        activation_bytes = self.costs.compute_min_activation_bytes(degrees, pipelines)
-        return self._has_capacity_for_live(
-            degrees, activation_bytes
-        ) and self._has_capacity_for_live(
-            degrees,
-            self.costs.get_persistent_memory(
-                degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-            ).total_at_loss
-            + activation_bytes,
-        )
+        persistent_bytes = self.costs.get_persistent_memory(
+            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
+        ).total_at_loss
+        # Often too much without activations, which take longer to compute.
+        if not self._has_capacity_for_live(degrees, persistent_bytes):
+            return False
+        if any(
+            self._reserve.add_to(degrees, persistent_bytes + num_bytes) <= self.capacity_bytes
+            for num_bytes in self.costs.iterate_min_activation_bytes(degrees, pipelines)
+        ):
+            return True
+        self.result.num_too_large += 1
+        return False
 
     # Level 2: recomputation, methods of tp and cp.
 
@@ -268,13 +265,9 @@ class _LayoutSearch:
             min_bytes = activations.compute_min_bytes(pipelines.num_passes)
             if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
                 costs = self.costs.get_layer_costs(degrees, execution)
-                bounds = {
-                    each.key: each.compute_bound(costs, degrees.accumulation_steps)
-                    for each in pipelines.distinct_bounds
-                }
-                seconds = min(bound.seconds for bound in bounds.values())
+                seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = PartialChoice(
-                    degrees, execution, pipelines, costs, activations, min_bytes, bounds
+                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
                 self._push(seconds, degrees, partial(self._expand_execution, choice))
 
@@ -284,19 +277,22 @@ class _LayoutSearch:
         degrees = chosen.degrees
         if self._is_complete(degrees):
             return
-        merged = merge_bounds(list(chosen.bounds.values()))
+        bounds = chosen.pipelines.bounds
+        longest = bounds.compute_longest_passes(chosen.costs)
         for sharding in self.space.list_shardings(degrees):
+            if self._is_proven(degrees, sharding):
+                continue
             persistent_bytes = self.costs.get_persistent_memory(
                 degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
-            if self._is_proven(degrees, sharding) or not self._has_capacity_for_live(
+            if not self._has_capacity_for_live(
                 degrees, persistent_bytes + chosen.min_activation_bytes
             ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
-                degrees, sharding, merged.min_layers
-            ).compute_seconds(degrees.accumulation_steps, merged)
-            seconds = merged.seconds + weight_seconds + exposed_seconds
+                degrees, sharding, bounds.min_layers
+            ).compute_seconds(degrees.accumulation_steps, longest)
+            seconds = chosen.min_seconds + weight_seconds + exposed_seconds
             self._push(
                 seconds,
                 degrees,
@@ -312,20 +308,12 @@ class _LayoutSearch:
         return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
 
     def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
-        """Return True if `num_bytes` live bytes fit next to the minimum reserve of allocator and
-        driver."""
-        efficiency = self.predictor.efficiency
-        communicators = efficiency.communicator_bytes * (
-            degrees.num_parallel_axes + (degrees.data_ranks > 1)
-        )
-        overhead_bytes = efficiency.reserve_bytes + efficiency.context_bytes + communicators
-        return self._has_capacity_for(num_bytes * (1 + efficiency.reserve_share) + overhead_bytes)
+        return self._has_capacity_for(self._reserve.add_to(degrees, num_bytes))
 
     def _has_capacity_for(self, num_bytes: float) -> bool:
         if num_bytes <= self.capacity_bytes:
             return True
         self.result.num_too_large += 1
-        self.result.min_needed_bytes = min(self.result.min_needed_bytes, num_bytes)
         return False
 
     # Level 4: schedule.
@@ -340,21 +328,13 @@ class _LayoutSearch:
         degrees = chosen.degrees
         if self._is_proven(degrees, sharding):
             return
-        for scheduled in chosen.pipelines.options:
-            load = scheduled.first_rank_load
-            activation_bytes = chosen.activations.compute_min_bytes(
-                tuple(load.num_in_flight * count for count in load.layers)
+        for scheduled, pass_seconds, activation_bytes in chosen.list_schedules():
+            persistent = self.costs.get_persistent_memory(
+                degrees, scheduled.first_rank_load, sharding
             )
-            if self._has_capacity_for_live(
-                degrees,
-                self.costs.get_persistent_memory(degrees, load, sharding).total_at_loss
-                + activation_bytes,
-            ):
-                seconds = (
-                    chosen.bounds[scheduled.bounds.key].seconds + weight_seconds + exposed_seconds
-                )
+            if self._has_capacity_for_live(degrees, persistent.total_at_loss + activation_bytes):
                 self._push(
-                    seconds,
+                    pass_seconds + weight_seconds + exposed_seconds,
                     degrees,
                     partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
                 )
@@ -368,7 +348,9 @@ class _LayoutSearch:
         scheduled: ScheduleOption,
         exposed_seconds: float,
     ) -> None:
-        if self._is_proven(chosen.degrees, sharding):
+        if self._is_proven(chosen.degrees, sharding) or not self._has_capacity_for_deferred(
+            chosen, sharding, scheduled.deferring_rank_load
+        ):
             return
         schedule = (scheduled.name, scheduled.virtual_stages)
         candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
@@ -389,6 +371,19 @@ class _LayoutSearch:
                 self._push_at(seconds, chosen.degrees, expand)
                 return
         expand()
+
+    def _has_capacity_for_deferred(
+        self, chosen: PartialChoice, sharding: ShardingChoice, load: StageLoad | None
+    ) -> bool:
+        """Return True if the passes of a rank that wait for gradients of weights may fit."""
+        if load is None:
+            return True
+        degrees = chosen.degrees
+        persistent = self.costs.get_persistent_memory(degrees, load, sharding)
+        activations = self.costs.get_deferred_activations(degrees, chosen.execution)
+        return self._has_capacity_for_live(
+            degrees, persistent.total_at_loss + activations.compute_min_bytes(load)
+        )
 
     def _expand_candidate(
         self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False
@@ -422,14 +417,16 @@ class _LayoutSearch:
 
     def _find_memory(self, candidate: Candidate) -> MemoryParts | None:
         """Return the memory of the rank that needs the most; None if a rank has not enough."""
-        loads = self.predictor.get_pipeline_stages(candidate).distinct_loads
-        by_load = []
-        for number in reversed(range(len(loads))):  # the first rank had enough
-            memory = self.costs.get_memory(candidate, number)
-            by_load.append(memory)
-            if memory.total >= self.result.min_needed_bytes:  # which is not enough
-                break
-        most = max(reversed(by_load), key=lambda memory: memory.total)
+        pipeline = self.predictor.get_pipeline_stages(candidate)
+        # The first rank had enough. The last one often has not: it has the head.
+        last = self.costs.get_memory(candidate, pipeline.num_ranks - 1)
+        by_rank = [last]
+        if last.total <= self.capacity_bytes:
+            for rank in pipeline.fullest_ranks:
+                by_rank.append(self.costs.get_memory(candidate, rank))
+                if by_rank[-1].total > self.capacity_bytes:
+                    break
+        most = max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
         return most if self._has_capacity_for(most.total) else None
 
     def _record_proven(self, prediction: Prediction) -> None:

@@ -6,14 +6,17 @@ choice, not an estimate: tests compare the search with an exhaustive one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import log2
-from operator import mul
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import inf, log2
+from operator import le, mul
+from typing import NamedTuple, TypeVar
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.predictor import Predictor
+from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.search.space import Degrees
 from shardwright.planner.time.data_parallel_time import (
     compute_rank_traffic,
     count_updated_elements,
@@ -24,19 +27,16 @@ from shardwright.planner.time.step_costs import LayerCosts, StepCosts
 from shardwright.planner.time.update_time import compute_update_seconds
 from shardwright.schedule.registry import has_split_backward
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class PipelineTimeBound:
-    """Bounds over some schedules: minimum `compute_seconds` of their passes, the longest
-    `forward_seconds` and `backward_seconds` pass of a rank for one micro-batch in seconds, and the
-    minimum number of `min_layers` of each kind on a rank."""
 
-    seconds: float
+class LongestPasses(NamedTuple):
+    """Longest forward and backward pass of a rank for one micro-batch, in seconds, over some
+    schedules, and the maximum number of `max_layers` of each kind on a rank."""
+
     forward_seconds: float
     backward_seconds: float
-    min_layers: tuple[int, ...]
     max_layers: tuple[int, ...]
-    """Maximum number of layers of each kind on a rank."""
 
 
 class MinLayerCosts(NamedTuple):
@@ -62,27 +62,72 @@ PipelineKey = tuple[PipelinePartition, bool]
 """Partition of the layers, and True if backward passes are split."""
 
 
+def build_pipeline_key(pipeline: PipelineStages) -> PipelineKey:
+    """Return the key of a pipeline's bound: equal keys have the same bound for the same number of
+    micro-batches."""
+    is_split = pipeline.num_ranks > 1 and has_split_backward(pipeline.schedule)
+    return pipeline.partition, is_split
+
+
+class RankWork(NamedTuple):
+    """Layers of each kind on a rank, 1 if it has the embedding and the head, and the layers of the
+    stages before it."""
+
+    layers: tuple[int, ...]
+    num_embeddings: int
+    num_heads: int
+    earlier_layers: tuple[int, ...]
+
+    def is_within(self, other: RankWork) -> bool:
+        """Return True if it takes at most as long as `other`, whatever the costs."""
+        return (
+            all(map(le, self.layers, other.layers))
+            and self.num_embeddings <= other.num_embeddings
+            and self.num_heads <= other.num_heads
+            and all(map(le, self.earlier_layers, other.earlier_layers))
+        )
+
+
 class PipelineBoundModel:
-    """Time bounds of one pipeline, for any layer costs and number of micro-batches: layers of
-    the ranks that differ, and of the stages before the last rank of each kind."""
+    """Time bound of one pipeline, for any layer costs and number of micro-batches, from the work of
+    the ranks that differ."""
 
     def __init__(self, pipeline: PipelineStages) -> None:
-        self.has_split_backward = pipeline.num_ranks > 1 and has_split_backward(pipeline.schedule)
+        self.key = build_pipeline_key(pipeline)
+        self.has_split_backward = self.key[1]
         partition = pipeline.partition
-        self.loads = [
-            (partition.build_load(rank, pipeline.passes_in_flight[rank]), earlier_layers)
-            for rank, earlier_layers in partition.last_distinct_ranks
-        ]
+        loads = [(partition.build_load(rank, 1.0), e) for rank, e in partition.last_distinct_ranks]
+        self.ranks = _select_minimal(
+            [
+                RankWork(
+                    load.layers,
+                    int(load.has_embedding),
+                    int(load.has_head),
+                    earlier_layers or (0,) * len(load.layers),
+                )
+                for load, earlier_layers in loads
+            ],
+            lambda work, other: other.is_within(work),
+        )
         self.min_layers = partition.min_layers
         self.max_layers = partition.max_layers
-        self.key: PipelineKey = (partition, self.has_split_backward)
-        """Pipelines with the same key have the same bound for the same number of
-        micro-batches."""
+
+    def is_within(self, other: PipelineBoundModel) -> bool:
+        """Return True if its bound is at most `other`'s, whatever the costs of layers. Rounding
+        does not change that: larger terms never have a smaller rounded sum."""
+        return self.has_split_backward >= other.has_split_backward and all(
+            any(work.is_within(larger) for larger in other.ranks) for work in self.ranks
+        )
 
     def compute_seconds(
-        self, costs: LayerCosts | MinLayerCosts, num_micro_batches: float, first_share: float = 1.0
+        self,
+        costs: LayerCosts | MinLayerCosts,
+        num_micro_batches: float,
+        first_share: float = 1.0,
+        limit: float = inf,
     ) -> float:
-        """Return the minimum seconds of the passes.
+        """Return the minimum seconds of the passes; any number from `limit` on if they take that
+        long.
 
         A rank runs all its micro-batches after the first one has passed the earlier stages, and
         the gradient of that or a later one must return through them. Meanwhile the rank may
@@ -90,51 +135,79 @@ class PipelineBoundModel:
         share of a micro-batch's time that this wait takes.
         """
         best = 0.0
-        wait_costs = costs.forward_seconds if self.has_split_backward else costs.pass_seconds
-        for load, earlier_layers in self.loads:
+        pass_costs = costs.pass_seconds
+        wait_costs = costs.forward_seconds if self.has_split_backward else pass_costs
+        for layers, num_embeddings, num_heads, earlier_layers in self.ranks:
             rank_seconds = (
-                _sum_layer_seconds(costs.pass_seconds, load.layers)
-                + load.has_embedding * costs.embedding_seconds
-                + load.has_head * costs.head_seconds
+                sum(map(mul, pass_costs, layers))
+                + num_embeddings * costs.embedding_seconds
+                + num_heads * costs.head_seconds
             )
-            best = max(
-                best,
-                num_micro_batches * rank_seconds
-                + first_share * _sum_layer_seconds(wait_costs, earlier_layers),
+            seconds = num_micro_batches * rank_seconds + first_share * sum(
+                map(mul, wait_costs, earlier_layers)
             )
+            if seconds > best:
+                best = seconds
+                if best >= limit:
+                    break
         return best
 
-    def compute_bound(self, costs: LayerCosts, num_micro_batches: int) -> PipelineTimeBound:
-        """Return the minimum seconds with the longest passes of a rank."""
-        forward = _sum_layer_seconds(costs.forward_seconds, self.max_layers)
-        backward = (
-            _sum_layer_seconds(costs.pass_seconds, self.max_layers)
-            - forward
-            + costs.embedding_seconds
-            + costs.head_seconds
+
+class PipelinesBoundModel:
+    """Bounds that hold for several pipelines."""
+
+    def __init__(self, pipelines: Iterable[PipelineBoundModel]) -> None:
+        self.pipelines = list({pipeline.key: pipeline for pipeline in pipelines}.values())
+        self.lowest = _select_minimal(self.pipelines, PipelineBoundModel.is_within)
+        """Those of which one has the lowest bound, whatever the costs."""
+        self._max_layers = tuple(dict.fromkeys(each.max_layers for each in self.pipelines))
+        self.min_layers = tuple(
+            map(min, zip(*(each.min_layers for each in self.pipelines), strict=True))
         )
-        return PipelineTimeBound(
-            self.compute_seconds(costs, num_micro_batches),
-            forward + costs.embedding_seconds,
-            backward,
-            self.min_layers,
-            self.max_layers,
+        """Minimum number of layers of each kind on a rank."""
+
+    def compute_seconds(
+        self, costs: LayerCosts | MinLayerCosts, num_micro_batches: float, first_share: float = 1.0
+    ) -> float:
+        """Return the minimum seconds of the passes (`PipelineBoundModel.compute_seconds`); infinity
+        without pipelines."""
+        best = inf
+        for pipeline in self.lowest:
+            best = min(best, pipeline.compute_seconds(costs, num_micro_batches, first_share, best))
+        return best
+
+    def compute_longest_passes(self, costs: LayerCosts) -> LongestPasses:
+        """Return the longest passes of a rank."""
+        forward_seconds = backward_seconds = 0.0
+        for layers in self._max_layers:
+            forward = _sum_layer_seconds(costs.forward_seconds, layers)
+            backward = (
+                _sum_layer_seconds(costs.pass_seconds, layers)
+                - forward
+                + costs.embedding_seconds
+                + costs.head_seconds
+            )
+            forward_seconds = max(forward_seconds, forward + costs.embedding_seconds)
+            backward_seconds = max(backward_seconds, backward)
+        return LongestPasses(
+            forward_seconds,
+            backward_seconds,
+            tuple(map(max, zip(*self._max_layers, strict=True))),
         )
+
+
+def _select_minimal(items: Iterable[T], is_within: Callable[[T, T], bool]) -> list[T]:
+    """Drop the items within which another one is; of equal ones, all but the first."""
+    selected: list[T] = []
+    for item in items:
+        if not any(is_within(other, item) for other in selected):
+            selected = [other for other in selected if not is_within(item, other)]
+            selected.append(item)
+    return selected
 
 
 def _sum_layer_seconds(seconds: tuple[float, ...], layers: tuple[int, ...]) -> float:
     return float(sum(map(mul, seconds, layers)))
-
-
-def merge_bounds(bounds: list[PipelineTimeBound]) -> PipelineTimeBound:
-    """Merge the bounds of several schedules into one that holds for all of them."""
-    return PipelineTimeBound(
-        min(bound.seconds for bound in bounds),
-        max(bound.forward_seconds for bound in bounds),
-        max(bound.backward_seconds for bound in bounds),
-        tuple(map(min, zip(*(bound.min_layers for bound in bounds), strict=True))),
-        tuple(map(max, zip(*(bound.max_layers for bound in bounds), strict=True))),
-    )
 
 
 class DataTrafficBound:
@@ -173,22 +246,22 @@ class DataTrafficBound:
         )
 
     def compute_seconds(
-        self, num_micro_batches: int, bound: PipelineTimeBound
+        self, num_micro_batches: int, longest: LongestPasses
     ) -> tuple[float, float]:
         """Return the seconds added to the passes, and the seconds after them, for passes of at
-        most `compute_bound`'s length.
+        most this length.
 
         Traffic overlaps with the passes, which moving weights makes longer.
         """
         forward = (
             self._wait_seconds
-            + bound.forward_seconds
-            + _sum_layer_seconds(self._forward_weight_seconds, bound.max_layers)
+            + longest.forward_seconds
+            + _sum_layer_seconds(self._forward_weight_seconds, longest.max_layers)
         )
         backward = (
             self._wait_seconds
-            + bound.backward_seconds
-            + _sum_layer_seconds(self._backward_weight_seconds, bound.max_layers)
+            + longest.backward_seconds
+            + _sum_layer_seconds(self._backward_weight_seconds, longest.max_layers)
         )
         exposed, _ = overlap_traffic(
             self._candidate, self._network, self._traffic, num_micro_batches, forward, backward
@@ -202,3 +275,22 @@ def compute_overhead(predictor: Predictor, num_gpus: int) -> tuple[float, float]
     cluster = predictor.cluster
     nodes = max(1.0, num_gpus / cluster.domain_size)
     return 1 + efficiency.straggler_share * log2(nodes), efficiency.step_seconds
+
+
+class MinReserve:
+    """Minimum bytes of the allocator and the driver next to live tensors."""
+
+    def __init__(self, efficiency: Efficiency) -> None:
+        self._factor = 1 + efficiency.reserve_share
+        self._fixed_bytes = [
+            efficiency.reserve_bytes
+            + efficiency.context_bytes
+            + efficiency.communicator_bytes * num_groups
+            for num_groups in range(6)
+        ]
+        """By number of axes with more than one rank: pp, tp, cp, ep and data ranks."""
+
+    def add_to(self, degrees: Degrees, live_bytes: float) -> float:
+        """Return `live_bytes` with the reserve."""
+        num_groups = degrees.num_parallel_axes + (degrees.data_ranks > 1)
+        return live_bytes * self._factor + self._fixed_bytes[num_groups]

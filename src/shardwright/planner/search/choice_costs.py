@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwright.config.recipe import RecomputeKind
+from collections.abc import Iterator
+
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
@@ -18,6 +19,8 @@ from shardwright.planner.search.bounds import (
     MinLayerCosts,
     PipelineBoundModel,
     PipelineKey,
+    PipelinesBoundModel,
+    build_pipeline_key,
     merge_costs,
 )
 from shardwright.planner.search.divisibility import list_schedules
@@ -30,6 +33,7 @@ from shardwright.planner.search.space import (
     ShardingChoice,
 )
 from shardwright.planner.search.state import (
+    DeferredActivations,
     MicroBatchActivations,
     PipelineOptions,
     ScheduleOption,
@@ -55,12 +59,13 @@ class ChoiceCosts:
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._deferred: dict[tuple[object, ...], DeferredActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
-        self._min_activations: dict[tuple[object, ...], list[MicroBatchActivations]] = {}
-        self._distinct_bounds: dict[tuple[object, ...], list[PipelineBoundModel]] = {}
+        self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
+        self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
         self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
 
@@ -80,6 +85,7 @@ class ChoiceCosts:
                         pipeline.partition.build_load(0, pipeline.passes_in_flight[0]),
                         name,
                         virtual,
+                        self._build_deferring_load(pipeline),
                     )
                 )
             self._schedules[key] = (
@@ -89,9 +95,19 @@ class ChoiceCosts:
             )
         return self._schedules[key]
 
+    def _build_deferring_load(self, pipeline: PipelineStages) -> StageLoad | None:
+        template = self.problem.template
+        # Of offloaded activations few are on the device.
+        if template.activation_offload != "none" or not template.engine.has_ordered_frees:
+            return None
+        load = pipeline.build_rank_load(pipeline.num_ranks - 1)
+        return load if load.backward_moments else None
+
     def _get_pipeline_bounds(self, pipeline: PipelineStages) -> PipelineBoundModel:
-        bounds = PipelineBoundModel(pipeline)
-        return self._bounds.setdefault(bounds.key, bounds)
+        key = build_pipeline_key(pipeline)
+        if key not in self._bounds:
+            self._bounds[key] = PipelineBoundModel(pipeline)
+        return self._bounds[key]
 
     def get_layer_costs(self, degrees: Degrees, execution: ExecutionChoice) -> LayerCosts:
         """Return the cached costs of a micro-batch on the layers."""
@@ -111,17 +127,15 @@ class ChoiceCosts:
             costs = self._min_costs[key] = merge_costs(
                 [
                     self.get_layer_costs(degrees, execution)
-                    for execution in self._list_cheapest_executions(degrees, ("none",))
+                    for execution in self.space.list_executions(degrees, ("none",))
                 ]
             )
         return costs
 
-    def _list_cheapest_executions(
-        self, degrees: Degrees, recompute_kinds: tuple[RecomputeKind, ...] | None = None
-    ) -> list[ExecutionChoice]:
-        """List executions, with sequence parallelism where it is possible: it repeats no work and
-        no activations."""
-        executions = list(self.space.list_executions(degrees, recompute_kinds))
+    def _list_smallest_executions(self, degrees: Degrees) -> list[ExecutionChoice]:
+        """List executions, with sequence parallelism where it is possible: it repeats no
+        activations. Full recomputation, which usually saves least, is the first."""
+        executions = list(self.space.list_executions(degrees))[::-1]
         parallel = [execution for execution in executions if execution.sequence_parallel]
         return parallel or executions
 
@@ -150,12 +164,12 @@ class ChoiceCosts:
             num_bytes = self._first_rank_bytes[candidate] = memory.total
         return num_bytes
 
-    def get_memory(self, candidate: Candidate, number: int) -> MemoryParts:
-        """Return the cached memory of one of the distinct ranks of a candidate's pipeline."""
-        key = (candidate, number)
+    def get_memory(self, candidate: Candidate, rank: int) -> MemoryParts:
+        """Return the cached memory of one rank of a candidate's pipeline."""
+        key = (candidate, rank)
         memory = self._memory.get(key)
         if memory is None:
-            load = self.predictor.get_pipeline_stages(candidate).distinct_loads[number]
+            load = self.predictor.get_pipeline_stages(candidate).build_rank_load(rank)
             memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
         return memory
 
@@ -180,6 +194,24 @@ class ChoiceCosts:
                 saved_bytes = tuple(0.0 for _ in layers)
             activations = self._activations[key] = MicroBatchActivations(
                 saved_bytes, backward_bytes
+            )
+        return activations
+
+    def get_deferred_activations(
+        self, degrees: Degrees, execution: ExecutionChoice
+    ) -> DeferredActivations:
+        """Return the cached activation bytes of a micro-batch under a schedule that defers
+        gradients of weights."""
+        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        activations = self._deferred.get(key)
+        if activations is None:
+            candidate = self.space.build_candidate(degrees, execution, schedule=("zb_h1", None))
+            layers = [
+                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
+            ]
+            activations = self._deferred[key] = DeferredActivations(
+                tuple(layer.saved_bytes for layer in layers),
+                tuple(layer.deferred_bytes for layer in layers),
             )
         return activations
 
@@ -208,6 +240,7 @@ class ChoiceCosts:
             degrees.data_ranks,
             degrees.accumulation_steps > 1,
             load.layers,
+            load.has_embedding,
             load.has_head,
             sharding,
         )
@@ -218,31 +251,28 @@ class ChoiceCosts:
             )
         return memory
 
-    def list_distinct_bounds(self, variants: tuple[Degrees, ...]) -> list[PipelineBoundModel]:
-        """List the distinct pipeline bounds of all micro-batch variants."""
+    def get_variant_bounds(self, variants: tuple[Degrees, ...]) -> PipelinesBoundModel:
+        """Return the cached bounds over the pipelines of all micro-batch variants."""
         key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
-        bounds = self._distinct_bounds.get(key)
+        bounds = self._variant_bounds.get(key)
         if bounds is None:
-            options = [
-                pipelines
+            bounds = self._variant_bounds[key] = PipelinesBoundModel(
+                pipeline
                 for degrees in variants
                 if (pipelines := self.get_pipeline_options(degrees)) is not None
-            ]
-            bounds = self._distinct_bounds[key] = list(
-                {b.key: b for pipelines in options for b in pipelines.distinct_bounds}.values()
+                for pipeline in pipelines.bounds.pipelines
             )
         return bounds
 
-    def compute_min_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
-        """Return the first rank's minimum activation bytes over recomputation, methods and
-        schedules."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size)
-        alternatives = self._min_activations.get(key)
-        if alternatives is None:
-            alternatives = self._min_activations[key] = [
-                self.get_activations(degrees, execution)
-                for execution in self._list_cheapest_executions(degrees)
-            ]
-        return min(
-            alternative.compute_min_bytes(pipelines.num_passes) for alternative in alternatives
-        )
+    def iterate_min_activation_bytes(
+        self, degrees: Degrees, pipelines: PipelineOptions
+    ) -> Iterator[float]:
+        """Yield the first rank's minimum activation bytes over schedules, for methods and kinds of
+        recomputation of which one has the minimum of all."""
+        executions = self._smallest_executions.get((degrees.tp, degrees.cp))
+        if executions is None:
+            executions = self._list_smallest_executions(degrees)
+            self._smallest_executions[degrees.tp, degrees.cp] = executions
+        for execution in executions:
+            activations = self.get_activations(degrees, execution)
+            yield activations.compute_min_bytes(pipelines.num_passes)

@@ -23,8 +23,6 @@ class SearchResult:
     """Number of leading predictions that no unexplored layout can precede."""
     num_predicted: int = 0
     num_too_large: int = 0
-    min_needed_bytes: float = float("inf")
-    """Smallest memory among candidates that did not fit."""
     best_with_margin: Prediction | None = None
     """Best layout that is not tight, if the best of all is. Not necessarily among
     `predictions`."""

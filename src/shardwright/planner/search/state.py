@@ -6,7 +6,11 @@ from operator import mul
 from typing import NamedTuple
 
 from shardwright.planner.memory.stage_load import StageLoad
-from shardwright.planner.search.bounds import PipelineBoundModel, PipelineKey, PipelineTimeBound
+from shardwright.planner.search.bounds import (
+    PipelineBoundModel,
+    PipelineKey,
+    PipelinesBoundModel,
+)
 from shardwright.planner.search.space import Degrees, ExecutionChoice
 from shardwright.planner.time.step_costs import LayerCosts
 
@@ -19,6 +23,8 @@ class ScheduleOption(NamedTuple):
     first_rank_load: StageLoad
     name: str
     virtual_stages: int | None
+    deferring_rank_load: StageLoad | None
+    """Load of the last rank of a schedule that defers gradients of weights: it defers most."""
 
 
 class MicroBatchActivations(NamedTuple):
@@ -42,12 +48,33 @@ class MicroBatchActivations(NamedTuple):
         return float(sum(map(mul, num_passes, self.layer_bytes)) + backward_bytes)
 
 
+class DeferredActivations(NamedTuple):
+    """Bytes of a micro-batch in one layer of each kind: saved until its backward pass, and then
+    until the gradients of its weights are computed."""
+
+    saved_bytes: tuple[float, ...]
+    deferred_bytes: tuple[float, ...]
+
+    def compute_min_bytes(self, load: StageLoad) -> float:
+        """Return the bytes of the passes in memory besides the one that runs backward, at most,
+        once all stages of the rank have gradients."""
+        saved = sum(map(mul, load.layers, self.saved_bytes))
+        deferred = sum(map(mul, load.layers, self.deferred_bytes))
+        return max(
+            (
+                moment.num_saved * saved + moment.num_deferred * deferred
+                for moment in load.backward_moments
+                if moment.gradient_share == 1.0
+            ),
+            default=0.0,
+        )
+
+
 class PipelineOptions(NamedTuple):
     """All schedules for a number of stages and micro-batches, and the bounds common to them."""
 
     options: list[ScheduleOption]
-    distinct_bounds: list[PipelineBoundModel]
-    """Bounds without those of the same stages as an earlier schedule, which are equal."""
+    bounds: PipelinesBoundModel
     first_rank_load: StageLoad
     """Minimum layers of the first rank over the schedules."""
     num_passes: tuple[float, ...]
@@ -56,8 +83,7 @@ class PipelineOptions(NamedTuple):
 
 class PartialChoice(NamedTuple):
     """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
-    activation bytes of the first rank, and the bound of each of `PipelineOptions.distinct_bounds`
-    by its key."""
+    activation bytes of the first rank, and the minimum seconds of the passes over all schedules."""
 
     degrees: Degrees
     execution: ExecutionChoice
@@ -65,7 +91,26 @@ class PartialChoice(NamedTuple):
     costs: LayerCosts
     activations: MicroBatchActivations
     min_activation_bytes: float
-    bounds: dict[PipelineKey, PipelineTimeBound]
+    min_seconds: float
+    schedules: list[tuple[ScheduleOption, float, float]]
+    """Those of `list_schedules`, once computed."""
+
+    def list_schedules(self) -> list[tuple[ScheduleOption, float, float]]:
+        """List the schedules with the minimum seconds of their passes, and the minimum activation
+        bytes of the first rank."""
+        if not self.schedules:
+            seconds: dict[PipelineKey, float] = {}
+            for scheduled in self.pipelines.options:
+                bounds = scheduled.bounds
+                if bounds.key not in seconds:
+                    seconds[bounds.key] = bounds.compute_seconds(
+                        self.costs, self.degrees.accumulation_steps
+                    )
+                load = scheduled.first_rank_load
+                passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
+                num_bytes = self.activations.compute_min_bytes(passes)
+                self.schedules.append((scheduled, seconds[bounds.key], num_bytes))
+        return self.schedules
 
 
 def build_pipeline_options(
@@ -81,7 +126,9 @@ def build_pipeline_options(
             zip(*([load.num_in_flight * n for n in load.layers] for load in loads), strict=True),
         )
     )
-    distinct = list({scheduled.bounds.key: scheduled.bounds for scheduled in options}.values())
     return PipelineOptions(
-        options, distinct, StageLoad(layers, has_embedding=True, has_head=is_single_stage), passes
+        options,
+        PipelinesBoundModel(scheduled.bounds for scheduled in options),
+        StageLoad(layers, has_embedding=True, has_head=is_single_stage),
+        passes,
     )

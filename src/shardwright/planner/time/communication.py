@@ -7,8 +7,8 @@ over several nodes uses as many links between nodes as it has members per node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log2
+from typing import NamedTuple
 
 from shardwright.hardware import Cluster
 from shardwright.hardware.collective_rate import CollectiveKind
@@ -16,8 +16,7 @@ from shardwright.layout import Layout
 from shardwright.planner.rates.efficiency import Efficiency
 
 
-@dataclass(frozen=True)
-class StridedGroup:
+class StridedGroup(NamedTuple):
     """Ranks of one collective, `stride` ranks apart."""
 
     num_ranks: int

@@ -6,7 +6,6 @@ Each is a sum of matmul, attention and memory time (`planner.time.memory_traffic
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout.saved_results import ResultName
@@ -17,8 +16,8 @@ from shardwright.planner.memory.attention_activations import (
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
 from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.layer_matmuls import get_layer_matmul_seconds, time_matmul_passes
 from shardwright.planner.time.memory_traffic import (
-    compute_local_sides,
     count_adapter_bytes,
     count_adapter_operations,
     count_dequantisation_bytes,
@@ -82,7 +81,7 @@ def compute_layer_seconds(
     """Compute the seconds of one layer of a kind, without communication and weight movement
     (`count_weight_traffic_bytes`)."""
     efficiency = rates.efficiency
-    products = _time_matmuls(facts, kind, candidate, rates)
+    products = get_layer_matmul_seconds(facts, kind, candidate, rates)
     attention_forward, attention_backward = _time_attention_passes(facts, kind, candidate, rates)
     moved_share = _get_moved_share(candidate, rates)
     elementwise_forward, elementwise_backward = _time_elementwise(facts, kind, candidate, rates)
@@ -179,37 +178,6 @@ def _time_elementwise(
     )
 
 
-class _MatmulSeconds(NamedTuple):
-    """Seconds of a layer's matrix products; those of its experts are also counted apart."""
-
-    forward: float = 0.0
-    input_gradients: float = 0.0
-    weight_gradients: float = 0.0
-    experts_forward: float = 0.0
-    experts_backward: float = 0.0
-
-
-def _time_matmuls(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
-) -> _MatmulSeconds:
-    forward = inputs = weights = experts_forward = experts_backward = 0.0
-    for product, rows in list_matmuls(facts, kind, candidate):
-        product_forward, input_gradient, weight_gradient = _time_matmul_passes(
-            product, rows, candidate, rates
-        )
-        num_calls = count_matmul_calls(facts, kind, product, candidate)
-        if product in kind.expert_matmuls:
-            num_calls /= rates.efficiency.expert_share
-            experts_forward += num_calls * product_forward
-            experts_backward += num_calls * (input_gradient + weight_gradient)
-        forward += num_calls * product_forward
-        inputs += num_calls * input_gradient
-        weights += num_calls * weight_gradient
-    if candidate.adapter is not None:
-        weights = 0.0  # frozen matrices take no gradient
-    return _MatmulSeconds(forward, inputs, weights, experts_forward, experts_backward)
-
-
 def _time_expert_launches(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
@@ -269,7 +237,7 @@ def compute_result_seconds(
         name = _find_result_name(product)
         if name is None:
             continue
-        forward = _time_matmul_passes(product, rows, candidate, rates)[0]
+        forward = time_matmul_passes(product, rows, candidate, rates)[0]
         forward *= count_matmul_calls(facts, kind, product, candidate)
         if product in kind.expert_matmuls:
             forward /= rates.efficiency.expert_share
@@ -304,7 +272,7 @@ def compute_scaled_product_seconds(
         for product, rows in list_matmuls(facts, kind, candidate):
             # At one precision, so that the shares only select.
             same = replace(candidate, scaled_shares=None)
-            output, inputs, weights = _time_matmul_passes(product, rows, same, rates)
+            output, inputs, weights = time_matmul_passes(product, rows, same, rates)
             share = shares.get_share(product.role)
             recomputed = 2 if candidate.recompute == "full" else 1
             num_calls = count_matmul_calls(facts, kind, product, candidate)
@@ -322,36 +290,6 @@ def compute_scaled_product_seconds(
             weights = once / candidate.gradient_accumulation_steps
         moved_bytes += kind.count * (forward + backward + weights)
     return products, rates.time_copy(moved_bytes)
-
-
-def _time_matmul_passes(
-    matmul: Matmul, rows: float, candidate: Candidate, rates: DeviceRates
-) -> tuple[float, float, float]:
-    """Return seconds of the matmul, of its input's gradient, and of its weight's gradient."""
-    num_out, num_in = compute_local_sides(matmul, candidate)
-    # Most frameworks pad the vocabulary, whatever size a table states.
-    share = 1.0 if matmul.sharding == "vocabulary" else rates.compute_tile_share(num_in, num_out)
-    shares = candidate.scaled_shares if rates.is_low_precision else None
-    low_share = 0.0 if matmul.role in ("head", "router") else 1.0
-    low_weight_share = low_share
-    if shares is not None:
-        low_share = shares.get_share(matmul.role)
-        low_weight_share = shares.get_weight_gradient_share(matmul.role)
-
-    def time_product(m: float, n: float, k: float, low_precision_share: float) -> float:
-        seconds = 0.0
-        if low_precision_share > 0:
-            seconds += low_precision_share * rates.time_matmul(m, n, k)
-        if low_precision_share < 1:
-            wide = rates.time_matmul(m, n, k, is_high_precision=True)
-            seconds += (1 - low_precision_share) * wide
-        return seconds / share
-
-    return (
-        time_product(rows, num_out, num_in, low_share),
-        time_product(rows, num_in, num_out, low_share),
-        time_product(num_out, num_in, rows, low_weight_share),
-    )
 
 
 def _time_attention_passes(
@@ -431,7 +369,7 @@ def compute_end_seconds(
     chunk = min(candidate.loss_chunk_tokens or tokens, tokens)
     num_chunks = tokens / chunk
     forward, dx, dw = (
-        seconds * num_chunks for seconds in _time_matmul_passes(facts.head, chunk, candidate, rates)
+        seconds * num_chunks for seconds in time_matmul_passes(facts.head, chunk, candidate, rates)
     )
     if candidate.adapter is not None:
         dw = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import ge
 
 from shardwright.layout import Layout
@@ -19,6 +19,7 @@ from shardwright.schedule import Action, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     assign_stages,
+    build_schedule_row,
     count_stages_per_rank,
     has_split_backward,
 )
@@ -179,22 +180,29 @@ class PipelineStages:
         return self.partition.build_load(rank, self.passes_in_flight[rank], moments)
 
     @cached_property
-    def distinct_loads(self) -> tuple[StageLoad, ...]:
-        """Loads of the distinct ranks; among ranks that differ only in micro-batches in flight,
-        the one with most, and the one with most that wait for gradients of weights."""
-        fullest: dict[tuple[object, ...], StageLoad] = {}
-        counts: dict[tuple[object, ...], tuple[float, float]] = {}
+    def fullest_ranks(self) -> tuple[int, ...]:
+        """First ranks with the most in memory: among ranks that differ only in micro-batches in
+        flight, the one with most, and the one with most that wait for gradients of weights."""
+        fullest: dict[tuple[object, ...], tuple[tuple[float, float], int]] = {}
+        is_deferring = self.num_ranks > 1 and has_split_backward(self.schedule)
+        num_micro_batches = _limit_micro_batches(
+            self.schedule, self.num_ranks, self.num_micro_batches
+        )
         for rank in range(self.num_ranks):
-            load = self.build_rank_load(rank)
-            num_waiting = max(
-                (moment.num_deferred for moment in load.backward_moments), default=0.0
+            load = self.partition.build_load(rank, self.passes_in_flight[rank])
+            num_waiting = is_deferring and count_deferred_passes(
+                self.schedule, self.num_ranks, num_micro_batches, self.virtual_stages, rank
             )
             for measure in ((load.num_in_flight, 0.0), (num_waiting, load.num_in_flight)):
                 key = (load.layers, load.has_embedding, load.has_head, measure[1] != 0.0)
-                if key not in fullest or counts[key] < measure:
-                    fullest[key] = load
-                    counts[key] = measure
-        return tuple(dict.fromkeys(fullest.values()))
+                if key not in fullest or fullest[key][0] < measure:
+                    fullest[key] = (measure, rank)
+        return tuple(dict.fromkeys(rank for _, rank in fullest.values()))
+
+    @cached_property
+    def distinct_loads(self) -> tuple[StageLoad, ...]:
+        """Loads of `fullest_ranks` that differ."""
+        return tuple(dict.fromkeys(map(self.build_rank_load, self.fullest_ranks)))
 
 
 def count_passes_in_flight(
@@ -231,7 +239,6 @@ _MAX_STEADY_ROUNDS = 3
 """Micro-batches per rank after which every named schedule repeats itself."""
 
 
-@lru_cache(maxsize=8192)
 def list_backward_moments(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> tuple[BackwardMoment, ...]:
@@ -243,14 +250,55 @@ def list_backward_moments(
     >>> [moment.num_deferred for moment in list_backward_moments("zb_h1", 2, 8, None, 1)]
     [1.0]
     """
+    num_micro_batches = _limit_micro_batches(name, num_ranks, num_micro_batches)
+    return _list_schedule_moments(name, num_ranks, num_micro_batches, virtual_stages, rank)
+
+
+def _limit_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> int:
+    if name not in PIPELINE_SCHEDULES:
+        return num_micro_batches
+    return min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
+
+
+@lru_cache(maxsize=8192)
+def count_deferred_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> int:
+    """Return the most passes through one stage that wait for gradients of weights during a
+    backward pass of a rank.
+
+    >>> [count_deferred_passes("zb_h1", 4, 8, None, rank) for rank in range(4)]
+    [0, 1, 2, 3]
+    """
+    num_deferred = most = 0
+    for kind, _, _ in _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank):
+        if kind == "W":
+            num_deferred -= 1
+        elif kind != "F":
+            most = max(most, num_deferred)
+            num_deferred += kind == "I"
+    return most
+
+
+@lru_cache(maxsize=8192)
+def _list_schedule_moments(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[BackwardMoment, ...]:
+    row = _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank)
+    return _list_rank_moments(row, assign_stages(name, num_ranks, virtual_stages))
+
+
+def _load_row(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[Action, ...]:
+    schedule = (name, num_ranks, num_micro_batches, virtual_stages)
     if name in PIPELINE_SCHEDULES:
-        num_micro_batches = min(num_micro_batches, _MAX_STEADY_ROUNDS * num_ranks)
-    schedule = _load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-    return _list_rank_moments(schedule.rows[rank], schedule.rank_of_stage)
+        return build_schedule_row(*schedule, rank)
+    return _load_schedule(*schedule).rows[rank]
 
 
 _load_schedule = lru_cache(maxsize=8)(load_schedule)
-"""A schedule has up to a million actions; its ranks are read one after another."""
+"""A file's ranks are read one after another."""
 
 
 def _list_rank_moments(
@@ -261,48 +309,51 @@ def _list_rank_moments(
     is_linked = [False, *(one != other for one, other in pairwise(rank_of_stage)), False]
     """True where another rank sends a stage's input, and at its index + 1 the gradient of its
     output."""
+    num_received = list(
+        accumulate(
+            (kind != "W" and is_linked[stage + (kind != "F")] for kind, stage, _ in row), initial=0
+        )
+    )
+    """Messages that the actions before each one receive."""
     num_saved = num_deferred = num_messages = num_losses = 0
     last: tuple[int, int] | None = None
     """Stage and micro-batch of the latest forward pass, until its own backward pass."""
     stages_with_gradients: set[int] = set()
-    found: set[BackwardMoment] = set()
-    for index, action in enumerate(row):
-        is_deferring = action.kind == "I"
-        stage = action.stage
+    found: set[tuple[float, float, int, float, int, int, bool]] = set()
+    for index, (kind, stage, micro_batch) in enumerate(row):
         num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
-        if action.kind == "F":
+        if kind == "F":
             num_saved += 1
             num_messages += num_own_messages
             num_losses += stage == last_stage
-            last = action[1:]
+            last = (stage, micro_batch)
             continue
+        is_deferring = kind == "I"
         if not is_deferring:
             stages_with_gradients.add(stage)
-        if action.kind == "W":
+        if kind == "W":
             num_deferred -= 1
-        else:
-            num_saved -= 1
-            num_messages -= num_own_messages
-            num_losses -= stage == last_stage
-            last = None if last == action[1:] else last
-            num_received = sum(
-                later.kind != "W" and is_linked[later.stage + (later.kind != "F")]
-                for later in row[index + 1 : index + 1 + LOOKAHEAD]
+            continue
+        num_saved -= 1
+        num_messages -= num_own_messages
+        num_losses -= stage == last_stage
+        last = None if last == (stage, micro_batch) else last
+        num_early = num_received[min(index + 1 + LOOKAHEAD, len(row))] - num_received[index + 1]
+        found.add(
+            (
+                num_saved / num_stages,
+                num_deferred / num_stages,
+                int(last is not None),
+                len(stages_with_gradients) / num_stages,
+                num_messages + is_linked[stage] + (stage < last_stage) + num_early,
+                num_losses,
+                is_deferring,
             )
-            found.add(
-                BackwardMoment(
-                    num_saved / num_stages,
-                    num_deferred / num_stages,
-                    int(last is not None),
-                    len(stages_with_gradients) / num_stages,
-                    num_messages + is_linked[stage] + (stage < last_stage) + num_received,
-                    num_losses,
-                    is_deferring,
-                )
-            )
-            num_deferred += is_deferring
+        )
+        num_deferred += is_deferring
     largest: list[BackwardMoment] = []
-    for moment in sorted(found, reverse=True):  # one with at least as much of everything precedes
+    for moment in sorted(map(BackwardMoment._make, found), reverse=True):
+        # One with at least as much of everything precedes.
         if not any(
             other.num_staying == moment.num_staying
             and other.is_deferring == moment.is_deferring
@@ -390,7 +441,5 @@ def _build_pipeline(
 
 
 def _count_layers(facts: ModelFacts, layers: range) -> tuple[int, ...]:
-    counts = [0] * len(facts.kinds)
-    for layer in layers:
-        counts[facts.slot_of_layer[layer]] += 1
-    return tuple(counts)
+    slots = facts.slot_of_layer[layers.start : layers.stop]
+    return tuple(map(slots.count, range(len(facts.kinds))))
