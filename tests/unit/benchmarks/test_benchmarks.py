@@ -382,7 +382,7 @@ def test_a_failing_case_does_not_stop_the_others(
 
     ceiling = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
     monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
+    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision, shapes: ceiling)
     cases = [
         gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")
     ]
