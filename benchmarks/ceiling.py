@@ -1,5 +1,5 @@
-"""Measure the device's own rates and print one JSON line: `python -m benchmarks.ceiling cuda bf16`.
-Needs torch alone.
+"""Measure the device's own rates and print one JSON line: `python -m benchmarks.ceiling cuda bf16`,
+with `tiny` behind it for a simulated device. Needs torch alone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ def main() -> None:
     """Print the device's name, memory, matrix-product and copy rates."""
     device = torch.device(sys.argv[1])
     cuda = device.type == "cuda"
+    is_large = cuda and sys.argv[3:] != ["tiny"]
     described = {
         "name": torch.cuda.get_device_name(device) if cuda else "CPU",
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
-        "matmul_flops_per_second": measure_best_matmul_rate(device, DTYPES[sys.argv[2]]),
-        "copy_bytes_per_second": measure_copy_rate(4 * 2**30 if cuda else 64 * 2**20, device),
+        "matmul_flops_per_second": measure_best_matmul_rate(
+            device, DTYPES[sys.argv[2]], is_large=is_large
+        ),
+        "copy_bytes_per_second": measure_copy_rate(4 * 2**30 if is_large else 64 * 2**20, device),
     }
     print(json.dumps(described))
 
 
-def measure_best_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_best_matmul_rate(device: torch.device, dtype: torch.dtype, *, is_large: bool) -> float:
     """Return the best FLOP/s over square products of growing size."""
     best = 0.0
-    for size in (4096, 8192, 16384) if device.type == "cuda" else (256, 512, 1024):
+    for size in (4096, 8192, 16384) if is_large else (256, 512, 1024):
         if best and 2.0 * size**3 / best > LONGEST_PRODUCT_SECONDS:
             break
         best = max(best, measure_matmul_rate(size, device, dtype))

@@ -244,7 +244,7 @@ def measure_cases(
         "schema_version": SCHEMA_VERSION,
         "conditions": read_conditions(),
         "precision": arguments.precision,
-        "device": measure_ceiling(arguments.device, arguments.precision),
+        "device": measure_ceiling(arguments.device, arguments.precision, arguments.shapes),
         "skipped": skipped,
         "cases": [],
     }
@@ -254,7 +254,7 @@ def measure_cases(
         try:
             case = fit(case, cluster, arguments)
             ceiling = (
-                measure_ceiling(arguments.device, arguments.precision)
+                measure_ceiling(arguments.device, arguments.precision, arguments.shapes)
                 if number
                 else result["device"]
             )
@@ -395,9 +395,9 @@ def measure(
     }
 
 
-def measure_ceiling(device: str, precision: str) -> dict[str, Any]:
+def measure_ceiling(device: str, precision: str, shapes: str) -> dict[str, Any]:
     """Measure the rates of the device now, in another process."""
-    command = [sys.executable, "-m", "benchmarks.ceiling", device, precision]
+    command = [sys.executable, "-m", "benchmarks.ceiling", device, precision, shapes]
     measured = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     ceiling: dict[str, Any] = json.loads(measured.stdout.splitlines()[-1])
     return ceiling

@@ -40,12 +40,14 @@ def main() -> None:
             else None,
             "supports_bf16": torch.cuda.is_bf16_supported(),
         }
-    precisions = ("bf16", "fp32") if device.type == "cuda" else ("fp32",)
+    is_cuda = device.type == "cuda"
+    precisions = ("bf16", "fp32") if is_cuda else ("fp32",)
     described["matmul_flops_per_second"] = {
-        name: measure_best_matmul_rate(device, DTYPES[name]) for name in precisions
+        name: measure_best_matmul_rate(device, DTYPES[name], is_large=is_cuda)
+        for name in precisions
     }
     described["copy_bytes_per_second"] = measure_copy_rate(
-        4 * 2**30 if device.type == "cuda" else 64 * 2**20, device
+        4 * 2**30 if is_cuda else 64 * 2**20, device
     )
     Path(sys.argv[2]).write_text(json.dumps(described, indent=1) + "\n")
     if described["product_error"] > _MAX_PRODUCT_ERROR:

@@ -47,6 +47,7 @@ FAST_ACCUMULATION = """\
 Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
 {fast_limit:g}."""
 
+UPDATE = "norm and update, ms / its kernels"
 KERNELS_BY_KIND = """\
 Milliseconds of kernels in a forward and backward pass, profiled after the timed steps. Generated
 kernels that search maxima or write codes count as quantisation, with the norms, gates and rotations
@@ -370,10 +371,15 @@ def _render_low_precision(result: dict[str, Any]) -> str:
             f"{row['seconds'] * 1e3:.1f}",
             _divide_bf16(steps, name, "seconds"),
             _divide_bf16(steps, name, "pass_seconds"),
+            " / ".join(
+                f"{row[key] * 1e3:.1f}"
+                for key in ("update_seconds", "update_kernel_seconds")
+                if key in row
+            ),
             f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
         )
         if "seconds" in row
-        else (name, _escape(row["failed"]), "", "", "")
+        else (name, _escape(row["failed"]), "", "", "", "")
         for name, row in steps.items()
     ]
     kinds = [
@@ -408,7 +414,7 @@ def _render_low_precision(result: dict[str, Any]) -> str:
             *([FAST_ACCUMULATION.format(**conditions)] if "fast_limit" in conditions else []),
             _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
             _render_table(
-                ("step", "ms", "times bf16", "passes, times bf16", "peak GiB"),
+                ("step", "ms", "times bf16", "passes, times bf16", UPDATE, "peak GiB"),
                 timed,
             ),
             *(

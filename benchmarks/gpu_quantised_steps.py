@@ -24,6 +24,7 @@ from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.telemetry.trace_summary import classify_kernel
 
 _NUM_KERNELS = 30
+_NUM_UPDATE_KERNELS = 10
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def time_steps(
 
     Returns:
         Seconds of a step, those of its forward and backward pass, those of kernels of these passes
-        by kind, the kernels with the most time, and peak bytes.
+        by kind, the kernels with the most time, and peak bytes; seconds of norm and update, after a
+        wait for the passes, and of their kernels.
     """
     gc.collect()  # the model before this one
     if device.type == "cuda":
@@ -116,25 +118,35 @@ def time_steps(
     wait(device)
     seconds = (time.perf_counter() - start_seconds) / num_steps
     pass_seconds: list[float] = []
+    update_seconds: list[float] = []
     for _ in range(num_steps):
         start_seconds = time.perf_counter()
         step.run_passes()
         wait(device)
-        pass_seconds.append(time.perf_counter() - start_seconds)
+        between_seconds = time.perf_counter()
         step.run_update()
         wait(device)
+        pass_seconds.append(between_seconds - start_seconds)
+        update_seconds.append(time.perf_counter() - between_seconds)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as recorded:
         step.run_passes()
         wait(device)
     kernels = summarise_kernels(recorded, device)
+    with profile(activities=[activity], acc_events=True) as recorded:
+        step.run_update()
+        wait(device)
+    update_kernels = summarise_kernels(recorded, device)
     return {
         "seconds": seconds,
         "pass_seconds": statistics.median(pass_seconds),
         "peak_bytes": peak,
         "kernel_seconds": sum_by_kind(kernels),
         "kernels": kernels[:_NUM_KERNELS],
+        "update_seconds": statistics.median(update_seconds),
+        "update_kernel_seconds": sum(kernel["seconds"] for kernel in update_kernels),
+        "update_kernels": update_kernels[:_NUM_UPDATE_KERNELS],
     }
 
 

@@ -58,6 +58,10 @@ class _Stopped(BaseException):
     """Stop command of the parent. No Exception, because event loggers survive those of sinks."""
 
 
+class _TimerFailed(BaseException):
+    """The timer raised an error; no Exception either."""
+
+
 class SyntheticDataset:
     """Dataset of the benchmark's tokens, which the shuffled order reads in the original order."""
 
@@ -108,7 +112,14 @@ class _PaceSink:
         self._pace = pace
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, StepEvent) and not self._pace.step_done(event.loss):
+        if not isinstance(event, StepEvent):
+            return
+        try:
+            goes_on = self._pace.step_done(event.loss)
+        except Exception as error:
+            # The logger would turn this sink off, and training would never end.
+            raise _TimerFailed from error
+        if not goes_on:
             raise _Stopped
 
     def close(self) -> None:

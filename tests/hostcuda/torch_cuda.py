@@ -179,6 +179,7 @@ def install(library: ctypes.CDLL) -> None:
         "memory_stats": lambda device=None: defaultdict(int),
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": lambda mode: None,  # `log_synchronisations` counts waits
         "default_generators": generators,
         "get_rng_state": lambda device="cuda": generators[_get_index(device)].get_state(),
         "set_rng_state": lambda state, device="cuda": generators[_get_index(device)].set_state(

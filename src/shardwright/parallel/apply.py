@@ -51,6 +51,7 @@ from shardwright.model.block_weights import (
 from shardwright.model.decoder import Decoder
 from shardwright.model.parallel_hooks import ParallelHooks
 from shardwright.model.pointwise.functions import COMPILED_FUNCTIONS
+from shardwright.model.products.operand import list_compiler_options
 from shardwright.model.products.product import WeightGradientStore
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
@@ -255,15 +256,16 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     # Rows of a length of their own would each be a graph. None lets torch assume that shapes
     # stay, and generalise only those that change after all (an evaluation's batch).
     options: dict[str, Any] = {"dynamic": None if plan.batch.row_multiple is None else True}
-    rounding: dict[str, Any] = {}
-    if plan.precision.low_precision is not None:
+    inductor_options: dict[str, Any] = {}
+    section = plan.precision.low_precision
+    if section is not None:
         # What is quantised may not depend on what a layout lets Inductor fuse: a cast to 16 bits
         # within a kernel is left out otherwise.
-        rounding = request_exact_rounding()
+        inductor_options = request_exact_rounding() | list_compiler_options(section.recipe)
     if plan.layout.pp > 1 and has_split_backward(plan.layout.schedule):
-        options["backend"] = SplitBackward(gradient_store, options=rounding)
-    elif rounding:
-        options["options"] = rounding
+        options["backend"] = SplitBackward(gradient_store, options=inductor_options)
+    elif inductor_options:
+        options["options"] = inductor_options
     let_compiler_trace_kernels()
     decoder.compile_blocks(**options)
 

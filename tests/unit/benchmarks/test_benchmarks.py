@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import exp
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from benchmarks import cpu, fit_cpu, gpu, gpu_fit, launch, table
 from benchmarks.case import LLAMA_29M, Case, make_tokens, select_batch, shift_labels
 from benchmarks.conditions import format_rows
 from benchmarks.contenders import CONTENDERS, TITLES
-from benchmarks.contenders.with_shardwright import build_recipe
+from benchmarks.contenders.with_shardwright import _PaceSink, _TimerFailed, build_recipe
 from benchmarks.gpu_figures import name_attention_kernels
 from benchmarks.gpu_fit import fit_case, is_fitting
 from benchmarks.gpu_turns import Rounds, Visits
@@ -43,6 +44,7 @@ from shardwright.hardware import ElementwiseRate, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.telemetry.event_log import StepEvent
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -380,7 +382,7 @@ def test_a_failing_case_does_not_stop_the_others(
 
     ceiling = {"name": "some", "matmul_flops_per_second": 1.0, "copy_bytes_per_second": 1.0}
     monkeypatch.setattr(gpu, "measure", measure)
-    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
+    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision, shapes: ceiling)
     cases = [
         gpu.GpuCase("tiny", TINY["tiny"], 64, variant) for variant in ("-compile", "", "-recompute")
     ]
@@ -497,3 +499,12 @@ def test_a_fit_finds_the_values_that_generated_the_rows() -> None:
     assert max(abs(row.error(start)) for row in rows) > 0.2
     fitted = fit_cpu.fit(rows, start)
     assert max(abs(row.error(fitted)) for row in rows) < 0.08
+
+
+def test_an_error_of_the_timer_ends_training() -> None:
+    pace = mock.Mock(step_done=mock.Mock(side_effect=OSError("broken on purpose")))
+    event = mock.Mock(spec=StepEvent, loss=1.0)
+    with pytest.raises(_TimerFailed):
+        _PaceSink(pace).on_event(event)
+    # Event loggers turn a sink off after one, and the contender would train on.
+    assert not issubclass(_TimerFailed, Exception)

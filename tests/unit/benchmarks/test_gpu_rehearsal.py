@@ -70,7 +70,7 @@ def test_a_failing_contender_fails_the_run(tmp_path: Path, monkeypatch: pytest.M
     (broken / "__init__.py").write_text("raise RuntimeError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(broken.parent), prepend=os.pathsep)
     ceiling = {"name": "CPU", "matmul_flops_per_second": 1e11, "copy_bytes_per_second": 1e10}
-    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision: ceiling)
+    monkeypatch.setattr(gpu, "measure_ceiling", lambda device, precision, shapes: ceiling)
     selection = [
         "--no-tests",
         "--case",

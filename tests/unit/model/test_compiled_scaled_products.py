@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwright.architecture import read_config
@@ -169,6 +169,31 @@ def test_compiled_products_read_codes_that_are_in_memory() -> None:
             chain.append(chain[-1].args[0])
         targets = [node.target for node in chain if node.target != "t"]
         assert targets == ["as_strided", "contiguous", "as_strided", "to"], "transposed in memory"
+
+
+def test_kernels_read_inverses_that_the_counting_operator_has_computed() -> None:
+    let_compiler_trace_kernels()
+    scaling = PRODUCT_SCALINGS["tensorwise"]
+    scaled = ScaledProducts(scaling, "w", totals=RoundingTotals(["w"]), is_emulated=False)
+    graphs: list[GraphModule] = []
+
+    def keep_graph(graph: GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_inputs: [torch.empty(0)]
+
+    operands = [make_matrix(rows, 128).bfloat16() for rows in (32, 64)]
+    torch.compile(scaled.compute_output, backend=keep_graph, fullgraph=True)(*operands)
+    (product,) = [node for node in graphs[0].graph.nodes if "scaled_mm" in str(node.target)]
+    for scales in (node for argument in product.args[2:] for node in _list_tensors(argument)):
+        chain = [scales]
+        while chain[-1].target in ("view", "t"):
+            chain.append(chain[-1].args[0])
+        assert "count_operand" in str(chain[-1].target)
+
+
+def _list_tensors(argument: Any) -> list[Node]:
+    listed = argument if isinstance(argument, list | tuple) else [argument]
+    return [each for each in listed if isinstance(each, Node)]
 
 
 @cache

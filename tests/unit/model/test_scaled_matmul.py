@@ -114,7 +114,7 @@ def test_selective_recomputation_saves_the_kernels_results(recompute: Any, num_c
     "name",
     [
         pytest.param("tensorwise", marks=pytest.mark.long),
-        pytest.param("rowwise", marks=pytest.mark.long),
+        "rowwise",
         "rowwise_with_gw_hp",
     ],
 )

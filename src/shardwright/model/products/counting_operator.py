@@ -19,6 +19,8 @@ from torch import Tensor
 
 from shardwright.model.products.operand import (
     Operand,
+    add_inverses,
+    has_inverse_scales,
     list_scales,
     rebuild_operand,
     replace_first_scales,
@@ -48,19 +50,26 @@ def register_counter(counter: OperandCounter) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def count_in_operator(key: Tensor, values_RC: Tensor, operand: Operand) -> Operand:
-    """Count an operand in compiled code; the product reads the returned one."""
+def count_in_operator(
+    key: Tensor, values_RC: Tensor, operand: Operand, *, is_emulated: bool
+) -> Operand:
+    """Count an operand in compiled code; the product reads the returned one.
+
+    Args:
+        is_emulated: True for products that read multipliers, not their inverses.
+    """
     scaling = operand.scaling
+    inverts = not is_emulated and has_inverse_scales(operand)
     scales = torch.ops.shardwright.count_operand(
-        values_RC, operand.codes, list_scales(operand), scaling.rows, scaling.columns, key
+        values_RC, operand.codes, list_scales(operand), scaling.rows, scaling.columns, inverts, key
     )
-    return replace_first_scales(operand, scales)
+    return add_inverses(operand, scales) if inverts else replace_first_scales(operand, scales)
 
 
 _library = torch.library.Library("shardwright", "FRAGMENT")
 _library.define(
     "count_operand(Tensor values, Tensor codes, Tensor[] scales, int? rows, int? columns,"
-    " Tensor key) -> Tensor"
+    " bool inverts, Tensor key) -> Tensor"
 )
 
 
@@ -70,15 +79,19 @@ def _count_operand(
     scales: Sequence[Tensor],
     rows: int | None,
     columns: int | None,
+    inverts: bool,
     key: Tensor,
 ) -> Tensor:
-    """Count an operand if its step counts; return a copy of its first scales.
+    """Count an operand if its step counts; return a copy of its first scales, or their inverses.
 
-    The product reads the copy, so the compiler does not remove the operator as unused.
+    The product reads the result, so the compiler does not remove the operator as unused. Kernels
+    read inverses, which take no launch of their own then.
     """
     counter = _counters[int(key)]
     if counter.is_counting:
         counter.count(values, rebuild_operand(codes, scales, rows, columns))
+    if inverts:
+        return (1.0 / scales[0]).contiguous()
     return scales[0].clone(memory_format=torch.contiguous_format)
 
 
@@ -92,6 +105,7 @@ def _fake_count_operand(
     scales: Sequence[Tensor],
     rows: int | None,
     columns: int | None,
+    inverts: bool,
     key: Tensor,
 ) -> Tensor:
     return torch.empty_like(scales[0], memory_format=torch.contiguous_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,18 @@ PRODUCT_SCALINGS: dict[str, ProductScaling] = {
     **fp8.RECIPES,
     "nvfp4": nvfp4.RECIPE,
 }
+
+
+def list_compiler_options(recipe: str) -> dict[str, Any]:
+    """List Inductor's options for the code around a recipe's products.
+
+    Codes with scales of columns are transposed in memory after reductions of rows. By default
+    Inductor brings the loops of the transposition into the order of these reductions and merges
+    both: a kernel that goes along rows and writes each byte of a column by itself.
+    """
+    operands = PRODUCT_SCALINGS[recipe].weight_gradient or ()
+    has_columns = any(each.rows is None and each.columns == 1 for each in operands)
+    return {"loop_ordering_after_fusion": False} if has_columns else {}
 
 
 def get_widest_blocks(scaling: Scaling) -> Scaling:
@@ -90,6 +103,17 @@ def replace_first_scales(operand: Operand, scales: Tensor) -> Operand:
     if isinstance(operand, TwoLevelMatrix):
         return operand._replace(block_scales=scales)
     return operand._replace(multipliers=scales, inverses=None)
+
+
+def has_inverse_scales(operand: Operand) -> bool:
+    """Return True if kernels read the inverses of the operand's multipliers."""
+    return isinstance(operand, QuantisedMatrix) and operand.scaling.scale_format != "e8m0"
+
+
+def add_inverses(operand: Operand, inverses: Tensor) -> Operand:
+    """Add the inverses of multipliers, so that no product computes them."""
+    assert isinstance(operand, QuantisedMatrix)
+    return operand._replace(inverses=inverses)
 
 
 def rebuild_operand(

@@ -92,7 +92,8 @@ def multiply_on_device(
         left_scales, right_scales = left_scales.view(1), right_scales.view(1)
     else:
         kind = ScalingType.RowWise
-        left_scales = left_scales.expand(codes_MK.shape[0], 1).contiguous()
+        # A single column that was transposed has the stride of a row, which the kernel refuses.
+        left_scales = left_scales.expand(codes_MK.shape[0], 1).flatten().unsqueeze(1)
         right_scales = right_scales.expand(1, codes_KN.shape[1]).contiguous()
     return F.scaled_mm(
         codes_MK,

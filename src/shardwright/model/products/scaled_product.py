@@ -221,7 +221,7 @@ class ScaledProducts:
         if self.totals is None:
             return operand
         if torch.compiler.is_compiling():
-            return count_in_operator(self.key, values_RC, operand)
+            return count_in_operator(self.key, values_RC, operand, is_emulated=self.is_emulated)
         if self.is_counting:
             self.count(values_RC, operand)
         return operand

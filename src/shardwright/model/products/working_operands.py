@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
-from shardwright.model.products.operand import Operand, limit_rows, list_scales, quantise
+from shardwright.model.products.operand import (
+    Operand,
+    add_inverses,
+    has_inverse_scales,
+    limit_rows,
+    list_scales,
+    quantise,
+)
 
 
 class WorkingOperands(NamedTuple):
@@ -72,9 +79,10 @@ def fill_operands(
 
 def _invert_scales(operand: Operand) -> Operand:
     """Compute the inverses that kernels of fp32 scales read, so that no product computes them."""
-    if isinstance(operand, QuantisedMatrix) and operand.scaling.scale_format != "e8m0":
-        return operand._replace(inverses=operand.invert_multipliers())
-    return operand
+    if not has_inverse_scales(operand):
+        return operand
+    assert isinstance(operand, QuantisedMatrix)
+    return add_inverses(operand, operand.invert_multipliers())
 
 
 def _allocate(
