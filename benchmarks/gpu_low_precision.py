@@ -321,7 +321,7 @@ def main() -> None:
     ]
     failed = [
         f"{key}: {row['failed']}"
-        for section in ("kernels", "curves")
+        for section in ("kernels", "steps", "curves")
         for key, row in result[section].items()
         if "failed" in row
     ]
