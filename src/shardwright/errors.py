@@ -45,20 +45,6 @@ class ExitCode(IntEnum):
     """Ctrl-C that saved nothing: 128 + SIGINT, as shells report it."""
 
 
-MAX_SHOWN_CHARACTERS = 200
-
-
-def shorten(text: str) -> str:
-    """Return the beginning of a long value, and its length.
-
-    >>> shorten("ab" * 1000)[196:]
-    'abab... (2,000 characters)'
-    """
-    if len(text) <= MAX_SHOWN_CHARACTERS:
-        return text
-    return f"{text[:MAX_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
-
-
 class ShardwrightError(Exception):
     """Base class of our exceptions; `exit_code` is the exit code of the command line.
 
@@ -97,7 +83,7 @@ class InputError(ShardwrightError):
         self.remedy = remedy
         details = []
         if got is not None:
-            details.append(f"got {shorten(str(got))}")
+            details.append(f"got {got}")
         if allowed is not None:
             details.append(f"allowed: {allowed}")
         message = f"{field}: {problem}" if field else problem

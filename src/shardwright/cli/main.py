@@ -22,6 +22,8 @@ from shardwright.errors import ExitCode, InputError, ShardwrightError
 from shardwright.masking import mask_secrets
 from shardwright.version import __version__
 
+_MAX_SHOWN_CHARACTERS = 200
+
 
 def build_app(verb: str | None) -> typer.Typer:
     """Build the command line with the options of the called verb, and only summaries of the
@@ -93,9 +95,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             return _report_bug(error, as_json=as_json)
-        refused = InputError(
-            f"the path cannot be resolved: {error.strerror}", got=str(error.filename)
+        path = str(error.filename)
+        shown = (
+            path
+            if len(path) <= _MAX_SHOWN_CHARACTERS
+            else f"{path[:_MAX_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
         )
+        refused = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
         _report_error(refused, as_json=as_json)
         return refused.exit_code
     except Exception as error:
