@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout.degrees import ZeroStage
-from shardwright.planner.engine_model import FEW_PASSES, AdapterPasses, ElementwisePasses
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.time.operation_passes import FEW_PASSES, AdapterPasses, ElementwisePasses
 
 
 @dataclass(frozen=True)

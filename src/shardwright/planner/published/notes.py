@@ -56,6 +56,8 @@ NOTE_PATTERNS: dict[str, str] = {
         r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[1-4])?|\bFA[- ]?[234]\b"
         r"|\bsdpa\b|xformers|memory[- ]efficient attention)|eager attention)"
     ),
+    "padding_mask": r"(?i)\b(padding mask)\b",
+    "no_autocast": r"(?i)\b(no autocast)\b",
     "sharding": (
         r"(?i)\b(ZeRO[- ]?(?:stage[- ]?)?[0-3]|(?:DeepSpeed|DS)[- ]?(?:stage|Z)[- ]?[0-3]"
         r"|FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HSDP|FSDP2?|DDP)\b"

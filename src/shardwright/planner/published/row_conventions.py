@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from shardwright.hardware import Node
 from shardwright.layout import Layout
-from shardwright.planner.engine_model import FEW_PASSES
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.framework_names import is_performance_recipe
 from shardwright.planner.published.frameworks import (
@@ -16,8 +15,10 @@ from shardwright.planner.published.frameworks import (
     FrameworkDefaults,
     use_pure_bf16,
 )
+from shardwright.planner.published.host_update import HOST_MEMORY_BYTES_PER_SECOND
 from shardwright.planner.published.moe_recipes import has_all_to_all
 from shardwright.planner.published.row_layout import read_integer
+from shardwright.planner.time.operation_passes import FEW_PASSES, AdapterPasses
 
 _ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
 """Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
@@ -59,6 +60,13 @@ def build_conventions(
             num_norm_tensors=2.0,
             num_gated_tensors=3.0,
         )
+    if accelerator.generation in HOST_MEMORY_BYTES_PER_SECOND:
+        bandwidth = HOST_MEMORY_BYTES_PER_SECOND[accelerator.generation]
+        conventions = replace(conventions, host_memory_bytes_per_second=bandwidth)
+    if row["notes.no_autocast"]:
+        conventions = _describe_uncast(row, conventions)
+    if row["notes.padding_mask"]:
+        conventions = replace(conventions, has_padding_mask=True)
     if row["notes.mixed_precision"] == "PURE":
         conventions = replace(conventions, reduce_bytes=2.0)
     if row["notes.gptq"]:
@@ -96,6 +104,39 @@ def build_conventions(
         gradient_bytes = max(conventions.gradient_bytes, 4.0 + unsummed_bytes)
         conventions = replace(conventions, gradient_bytes=gradient_bytes, reduce_bytes=4.0)
     return conventions
+
+
+_UNCAST_ADAPTER_PASSES = AdapterPasses(9.5, 14, 14.5, 14, 7, 10)
+"""Bytes of PEFT's fp32 adapters between 16-bit products, over two (peft 0.14,
+tuners/lora/layer.py, `Linear.forward`).
+
+Forward: the input is cast to fp32 (6), dropped (9, with a mask) and read (4); the second product is
+written (4), scaled (8), added (10) and cast (6). Backward, at the output: casts to fp32 and back
+(12), scale (8), two products (8). At the input: two products (8), dropout (9), cast (6), sum (6).
+"""
+_FP32_ADAPTER_PASSES = AdapterPasses(3.25, 8, 7.25, 4, 6, 7)
+"""The same next to 4-bit products with fp32 activations, over four (tuners/lora/bnb.py,
+`Linear4bit.forward`). Nothing is cast, and the result is cloned (8)."""
+
+
+def _describe_uncast(
+    row: Mapping[str, str], conventions: FrameworkConventions
+) -> FrameworkConventions:
+    """Return the conventions of a trainer that runs transformers without autocast, and computes the
+    loss itself.
+
+    PEFT casts adapters to fp32 (`autocast_adapter_dtype`), so that their operations run in fp32.
+    Each saves its input after dropout, and the mask. Three tensors of logits are alive at the loss,
+    in the precision of the activations: forward the logits, a copy without the last token, and
+    log-probabilities; backward these and their gradients before and after the softmax.
+    """
+    is_fp32 = row["precision"] == "fp32"
+    return replace(
+        conventions,
+        logit_bytes=12.0 if is_fp32 else 6.0,
+        adapter_input_bytes=5.0,
+        adapter_passes=_FP32_ADAPTER_PASSES if is_fp32 else _UNCAST_ADAPTER_PASSES,
+    )
 
 
 def _describe_nanotron(
