@@ -246,6 +246,12 @@ class EngineModel:
         all-gather follows the update; neither overlaps."""
         return False
 
+    @property
+    def has_owner_broadcasts(self) -> bool:
+        """True if zero_stage 1 updates each tensor on one rank, to which its gradients are reduced
+        and which then broadcasts it, one after the other; only reductions overlap."""
+        return False
+
     def compute_message_wait_seconds(self, num_stages: int) -> float:
         """Compute the seconds that the host of a pipeline rank waits for messages of a micro-batch
         while its device has no work."""

@@ -93,6 +93,7 @@ class FrameworkConventions(EngineModel):
     large, so it needs memory of its own."""
     has_flat_gather: bool = False
     """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
+    has_owner_broadcasts: bool = False
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""

@@ -393,6 +393,19 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
         recompute="full",
         sequence_parallel=False,
     ),
+    "internevo": FrameworkDefaults(
+        # Release of July 2023, with FlashAttention 1.0.5. Each tensor has a rank that updates it
+        # (solver/optimizer/hybrid_zero_optim.py, `_partition_param_list`).
+        replace(
+            _MIXED_PRECISION,
+            name="internevo",
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            has_unsharded_gradients=True,
+            has_owner_broadcasts=True,
+        ),
+        sequence_parallel=False,
+    ),
     "colossalai": FrameworkDefaults(
         # Gemini stores gradients in the memory of their weights: 14 bytes per parameter.
         replace(

@@ -91,12 +91,11 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
     if layout.dp_replicate * layout.fsdp == 1:
         return DataTraffic()
     parts = _sum_rank_parameters(costs, load)
+    num_tensors = sum(
+        count * kind.num_tensors for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
+    )
     num_groups = candidate.engine.count_gather_groups(
-        num_block_groups=-(-sum(load.layers) // layout.wrap_blocks),
-        num_tensors=sum(
-            count * kind.num_tensors
-            for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
-        ),
+        num_block_groups=-(-sum(load.layers) // layout.wrap_blocks), num_tensors=num_tensors
     )
     if candidate.adapter is not None:
         adapters = count_adapter_elements(costs.facts, candidate, load)
@@ -126,7 +125,7 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
     maxima_seconds = compute_shard_maxima_seconds(
         costs.facts, load, candidate, network, costs.groups["fsdp"]
     )
-    traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+    traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups, num_tensors)
     return replace(traffic, maxima_seconds=maxima_seconds)
 
 

@@ -349,9 +349,10 @@ def compute_data_traffic(
     candidate: Candidate,
     network: NetworkModel,
     groups: dict[str, StridedGroup],
+    num_tensors: int = 1,
 ) -> DataTraffic:
     """Compute gathers and reductions of a rank's parameters, given those of all its layers, of
-    one group of them, and of embedding and head."""
+    one group of them, and of embedding and head; `num_tensors` of the layers."""
     layout = candidate.layout
     layers, group, ends = parts
     layer_size = candidate.get_gather_bytes(layers)
@@ -397,6 +398,23 @@ def compute_data_traffic(
             seconds -= num_calls * (network.data_handoff_seconds + network.handoff_seconds)
         return seconds
 
+    if layout.zero_stage == 1 and candidate.engine.has_owner_broadcasts:
+        num_calls = min(groups["fsdp"].num_ranks, num_tensors)
+        gather_seconds, reduce_seconds = (
+            network.time_owner_calls(
+                groups["fsdp"], layers.local * sizes[0] + ends.local * sizes[1], num_calls
+            )
+            for sizes in ((layer_size, end_size), (reduce_size, reduce_size))
+        )
+        return DataTraffic(
+            gather_seconds=gather_seconds,
+            reduce_seconds=reduce_seconds,
+            first_gather_seconds=gather_seconds,
+            last_reduce_seconds=reduce_seconds / num_calls,
+            replica_reduce_seconds=network.time_all_reduce(
+                groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
+            ),
+        )
     num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
         gather_seconds=time_calls(layers, num_calls_per_pass, layer_size, "all_gather")

@@ -75,6 +75,7 @@ def predict_parts(
         ("torchtune README", "torchtune"),
         ("FSDP2, torchtitan", "torchtitan"),
         ("LLaMA-Factory", "llama-factory"),
+        ("InternEvo", "internevo"),
         ("axolotl examples/llama-3", "axolotl"),
         ("unsloth notebook", "unsloth"),
         ("TRL SFTTrainer", "huggingface"),
