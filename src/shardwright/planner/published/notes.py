@@ -105,6 +105,7 @@ NOTE_PATTERNS: dict[str, str] = {
         r"|\bbf16 (?:moments|optimi[sz]er states?|states?)\b)"
     ),
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
+    "torch_release": r"(?i)\b(?:py)?torch[ =v]*2\.(\d+)\b",
     "expert_tensor": r"\bETP=(\d+)",
     "dispatch": r"(?i)\b(DeepEP|HybridEP)\b",
     "routing": r"\b(tokendrop)\b",

@@ -33,13 +33,21 @@ qlinear_cuda_old.py): words of 32 bits are shifted once per weight and written (
 (5), masked (2), zeros subtracted (2), and scaled in fp16 (3)."""
 
 
+_RECENT_TORCH = 8
+"""Minor version of the torch 2 with which a trainer's release is one since 2025."""
+
+
 def build_conventions(
     row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, node: Node
 ) -> FrameworkConventions:
     """Return the conventions of a row's framework release, modified by the row's
     notes."""
     accelerator = node.accelerator
-    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    is_recent = (
+        "Blackwell" in accelerator.generation
+        or accelerator.name.startswith("H200")
+        or int(row["notes.torch_release"] or 0) >= _RECENT_TORCH
+    )
     of_release = framework.conventions_since_2025 if is_recent else None
     of_release = of_release or _choose_release(row, framework, layout)
     conventions = of_release or framework.conventions

@@ -355,6 +355,12 @@ def test_ligers_kernels_replace_those_of_transformers() -> None:
     assert others[0] == others[1], "no models of transformers"
 
 
+@pytest.mark.parametrize(("notes", "logit_bytes"), [("torch 2.9", 5.0), ("torch 2.7", 14.0)])
+def test_torch_states_the_release_of_torchtitan(notes: str, logit_bytes: float) -> None:
+    run = read_case(source="torchtitan", gpu="MI300X", notes=f"FSDP2; {notes}")
+    assert run.conventions.logit_bytes == logit_bytes
+
+
 def test_litgpt_updates_states_of_the_weights_precision() -> None:
     stated, silent = (read_case(source="litgpt", notes=notes) for notes in ("bf16-true", ""))
     assert stated.conventions.get_optimizer_bytes("adamw", 4) == 4.0
