@@ -59,38 +59,10 @@ def build_conventions(
         conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
     if row["notes.half_weights"] and not conventions.has_half_precision_states:
         conventions = use_pure_bf16(conventions)
-    if row["notes.chunked_loss"].lower() == "liger" and conventions.elementwise_passes.is_exact:
-        # transformers' `use_liger_kernel` also replaces norms, rotary embeddings and gates, each by
-        # one kernel that saves its inputs (liger_kernel/transformers/monkey_patch.py).
-        conventions = replace(
-            conventions,
-            elementwise_passes=FEW_PASSES,
-            num_norm_tensors=2.0,
-            num_gated_tensors=3.0,
-        )
     if accelerator.generation in HOST_MEMORY_BYTES_PER_SECOND:
         bandwidth = HOST_MEMORY_BYTES_PER_SECOND[accelerator.generation]
         conventions = replace(conventions, host_memory_bytes_per_second=bandwidth)
-    if row["notes.no_autocast"]:
-        conventions = _describe_uncast(row, conventions)
-    if row["notes.padding_mask"]:
-        conventions = replace(conventions, has_padding_mask=True)
-    if row["notes.mixed_precision"] == "PURE":
-        conventions = replace(conventions, reduce_bytes=2.0)
-    if row["notes.gptq"]:
-        conventions = replace(
-            conventions,
-            nf4_bytes=_GPTQ_BYTES,
-            dequantisation_bytes=_GPTQ_DEQUANTISATION_BYTES,
-            unquantised_bytes=None,
-        )
-    if row["notes.paged"]:
-        conventions = replace(conventions, has_paged_states=True)
-    if row["notes.fused_update"]:
-        conventions = replace(conventions, gradient_bytes=0.0)  # one gradient at a time
-    if "RMS kernel" in row["notes.kernel"]:
-        # The fused kernel's input and output.
-        conventions = replace(conventions, num_norm_tensors=2.0)
+    conventions = _describe_fine_tuning(row, conventions)
     if conventions.name == "megatron-core" and is_performance_recipe(
         row["notes.framework"], row["source"]
     ):
@@ -111,6 +83,42 @@ def build_conventions(
         )
         gradient_bytes = max(conventions.gradient_bytes, 4.0 + unsummed_bytes)
         conventions = replace(conventions, gradient_bytes=gradient_bytes, reduce_bytes=4.0)
+    return conventions
+
+
+def _describe_fine_tuning(
+    row: Mapping[str, str], conventions: FrameworkConventions
+) -> FrameworkConventions:
+    """Return conventions with the kernels, precisions and updates of a row's notes."""
+    if row["notes.chunked_loss"].lower() == "liger" and conventions.elementwise_passes.is_exact:
+        # transformers' `use_liger_kernel` also replaces norms, rotary embeddings and gates, each by
+        # one kernel that saves its inputs (liger_kernel/transformers/monkey_patch.py).
+        conventions = replace(
+            conventions,
+            elementwise_passes=FEW_PASSES,
+            num_norm_tensors=2.0,
+            num_gated_tensors=3.0,
+        )
+    if row["notes.no_autocast"]:
+        conventions = _describe_uncast(row, conventions)
+    if row["notes.padding_mask"]:
+        conventions = replace(conventions, has_padding_mask=True)
+    if row["notes.mixed_precision"] == "PURE":
+        conventions = replace(conventions, reduce_bytes=2.0)
+    if row["notes.gptq"]:
+        conventions = replace(
+            conventions,
+            nf4_bytes=_GPTQ_BYTES,
+            dequantisation_bytes=_GPTQ_DEQUANTISATION_BYTES,
+            unquantised_bytes=None,
+        )
+    if row["notes.paged"]:
+        conventions = replace(conventions, has_paged_states=True)
+    if row["notes.fused_update"]:
+        conventions = replace(conventions, gradient_bytes=0.0)  # one gradient at a time
+    if "RMS kernel" in row["notes.kernel"]:
+        # The fused kernel's input and output.
+        conventions = replace(conventions, num_norm_tensors=2.0)
     return conventions
 
 

@@ -11,7 +11,11 @@ from shardwright.planner.model_costs import ParameterElements
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.maxima_exchanges import compute_shard_maxima_seconds
 from shardwright.planner.time.step_costs import StepCosts
-from shardwright.planner.time.traffic import DataTraffic, compute_data_traffic
+from shardwright.planner.time.traffic import (
+    DataTraffic,
+    compute_data_traffic,
+    compute_owner_traffic,
+)
 
 
 def _sum_rank_parameters(
@@ -122,10 +126,12 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
             reductions.replica_reduce_seconds,
             reductions.idle_share,
         )
+    if layout.zero_stage == 1 and candidate.engine.has_owner_broadcasts:
+        return compute_owner_traffic(parts, num_tensors, candidate, network, costs.groups)
     maxima_seconds = compute_shard_maxima_seconds(
         costs.facts, load, candidate, network, costs.groups["fsdp"]
     )
-    traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups, num_tensors)
+    traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
     return replace(traffic, maxima_seconds=maxima_seconds)
 
 

@@ -349,10 +349,9 @@ def compute_data_traffic(
     candidate: Candidate,
     network: NetworkModel,
     groups: dict[str, StridedGroup],
-    num_tensors: int = 1,
 ) -> DataTraffic:
     """Compute gathers and reductions of a rank's parameters, given those of all its layers, of
-    one group of them, and of embedding and head; `num_tensors` of the layers."""
+    one group of them, and of embedding and head."""
     layout = candidate.layout
     layers, group, ends = parts
     layer_size = candidate.get_gather_bytes(layers)
@@ -398,23 +397,6 @@ def compute_data_traffic(
             seconds -= num_calls * (network.data_handoff_seconds + network.handoff_seconds)
         return seconds
 
-    if layout.zero_stage == 1 and candidate.engine.has_owner_broadcasts:
-        num_calls = min(groups["fsdp"].num_ranks, num_tensors)
-        gather_seconds, reduce_seconds = (
-            network.time_owner_calls(
-                groups["fsdp"], layers.local * sizes[0] + ends.local * sizes[1], num_calls
-            )
-            for sizes in ((layer_size, end_size), (reduce_size, reduce_size))
-        )
-        return DataTraffic(
-            gather_seconds=gather_seconds,
-            reduce_seconds=reduce_seconds,
-            first_gather_seconds=gather_seconds,
-            last_reduce_seconds=reduce_seconds / num_calls,
-            replica_reduce_seconds=network.time_all_reduce(
-                groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
-            ),
-        )
     num_calls_per_pass = max(1, num_groups)
     return DataTraffic(
         gather_seconds=time_calls(layers, num_calls_per_pass, layer_size, "all_gather")
@@ -426,5 +408,32 @@ def compute_data_traffic(
         last_reduce_seconds=time_calls(ends, 1, reduce_size, "reduce_scatter"),
         replica_reduce_seconds=network.time_all_reduce(
             groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
+        ),
+    )
+
+
+def compute_owner_traffic(
+    parts: tuple[ParameterElements, ParameterElements, ParameterElements],
+    num_tensors: int,
+    candidate: Candidate,
+    network: NetworkModel,
+    groups: dict[str, StridedGroup],
+) -> DataTraffic:
+    """Compute broadcasts of parameters from the ranks that update them, and reductions of gradients
+    to these ranks; arguments as of `compute_data_traffic`. `num_tensors`: those of all layers."""
+    layers, _, ends = parts
+    num_calls = min(groups["fsdp"].num_ranks, num_tensors)
+    weight_bytes = layers.local * candidate.get_gather_bytes(layers)
+    weight_bytes += ends.local * candidate.get_gather_bytes(ends)
+    gradient_bytes = (layers.local + ends.local) * candidate.reduce_bytes
+    gather_seconds = network.time_owner_calls(groups["fsdp"], weight_bytes, num_calls)
+    reduce_seconds = network.time_owner_calls(groups["fsdp"], gradient_bytes, num_calls)
+    return DataTraffic(
+        gather_seconds=gather_seconds,
+        reduce_seconds=reduce_seconds,
+        first_gather_seconds=gather_seconds,
+        last_reduce_seconds=reduce_seconds / num_calls,
+        replica_reduce_seconds=network.time_all_reduce(
+            groups["dp_replicate"], (layers.sharded + ends.sharded) * candidate.reduce_bytes
         ),
     )
