@@ -422,7 +422,7 @@ def compute_owner_traffic(
     """Compute broadcasts of parameters from the ranks that update them, and reductions of gradients
     to these ranks; arguments as of `compute_data_traffic`. `num_tensors`: those of all layers."""
     layers, _, ends = parts
-    num_calls = min(groups["fsdp"].num_ranks, num_tensors)
+    num_calls = max(1, min(groups["fsdp"].num_ranks, num_tensors))
     weight_bytes = layers.local * candidate.get_gather_bytes(layers)
     weight_bytes += ends.local * candidate.get_gather_bytes(ends)
     gradient_bytes = (layers.local + ends.local) * candidate.reduce_bytes
