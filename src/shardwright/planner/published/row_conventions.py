@@ -99,7 +99,7 @@ def _describe_fine_tuning(
             num_norm_tensors=2.0,
             num_gated_tensors=3.0,
         )
-    if row["notes.no_autocast"]:
+    if row["notes.no_autocast"] and conventions.name == "huggingface":
         conventions = _describe_uncast(row, conventions)
     if row["notes.padding_mask"]:
         conventions = replace(conventions, has_padding_mask=True)
