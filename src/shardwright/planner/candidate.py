@@ -42,6 +42,8 @@ AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
 layers (None for layers without one)."""
 
+_ACTIVATION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4}
+
 EXCHANGE_INDEX_BYTES = 4
 """Bytes of an index of a row or of a choice, int32."""
 
@@ -397,7 +399,7 @@ class Candidate:
     @property
     def activation_bytes(self) -> int:
         """Bytes per element of the activations."""
-        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+        return _ACTIVATION_BYTES.get(self.precision, 2)
 
     @property
     def master_bytes(self) -> int:

@@ -24,8 +24,8 @@ import gc
 import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
+from typing import Any
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
@@ -77,14 +77,14 @@ def search_layouts(
     space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
     costs = ChoiceCosts(predictor, problem, space)
     with _disable_garbage_collection():
-        result = _LayoutSearch(costs, predictor.capacity_bytes).run(
-            num_layouts, max_extra_expansions
-        )
+        search = _LayoutSearch(costs, predictor.capacity_bytes)
+        search.push_all()
+        result = search.run(num_layouts, max_extra_expansions)
         if result.best is not None and result.best.is_tight:
             # A separate search: the fastest of a key may be tight while another micro-batch or
             # recomputation is not.
             capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
-            best = _LayoutSearch(costs, capacity).run(1, max_extra_expansions).best
+            best = search.fork(capacity).run(1, max_extra_expansions).best
             result.best_with_margin = next(
                 (prediction for prediction in result.predictions if prediction == best), best
             )
@@ -107,9 +107,13 @@ def _disable_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+_Entry = tuple[float, int, int, Callable[..., None], tuple[Any, ...]]
+
+
 class _LayoutSearch:
-    """State of one search. `heap` entries are (bound, axes in use, counter, function that
-    expands the choice). Costs do not depend on the capacity, so searches share them."""
+    """State of one search. `heap` entries are (bound, axes in use, counter, method that expands
+    the choice, its arguments). They do not refer to the search, so that a fork of it expands
+    them with its own capacity. Costs do not depend on the capacity, so searches share them."""
 
     def __init__(self, costs: ChoiceCosts, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
@@ -124,17 +128,44 @@ class _LayoutSearch:
         )
         self._reserve = MinReserve(costs.predictor.efficiency)
         self._counter = count()
-        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._heap: list[_Entry] = []
+        self._unproven_heap: list[_Entry] = []
+        """The heap before the first proof."""
         self._predicted: dict[tuple[int, ...], Prediction] = {}
         self._proven: dict[tuple[int, ...], Prediction] = {}
         self._min_parallel_axes: int | None = None
 
-    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
+    def push_all(self) -> None:
+        """Push all degrees."""
         for variants in self.space.list_degrees():
             self._push_coarse(variants)
+
+    def fork(self, capacity_bytes: float) -> _LayoutSearch:
+        """Return a search of the layouts that fit a smaller capacity, continued from the first
+        proof of this one.
+
+        Until then this search has discarded only what does not fit its own capacity, so its heap
+        had every other choice and prediction.
+        """
+        other = _LayoutSearch(self.costs, capacity_bytes)
+        other._counter = self._counter
+        for entry in self._unproven_heap:
+            _, _, _, expand, arguments = entry
+            if expand is _LayoutSearch._record_proven:
+                (prediction,) = arguments
+                if prediction.memory.total > capacity_bytes:
+                    continue
+                other._record_predicted(prediction)
+            other._heap.append(entry)
+        heapq.heapify(other._heap)
+        return other
+
+    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
         remaining = max_extra_expansions
         while self._heap:
-            bound, num_axes, _, expand = heapq.heappop(self._heap)
+            if not self._proven and self._heap[0][3] is _LayoutSearch._record_proven:
+                self._unproven_heap = self._heap.copy()
+            bound, num_axes, _, expand, arguments = heapq.heappop(self._heap)
             if self._proven:
                 is_equal = bound <= next(iter(self._proven.values())).time.step * (
                     1 + EQUAL_STEP_SHARE
@@ -153,7 +184,7 @@ class _LayoutSearch:
                 ):
                     continue  # neither faster nor simpler
                 remaining -= 1
-            expand()
+            expand(self, *arguments)
         # Predictions that were not proven follow: equally good ones may be unexplored.
         table = self._proven | {
             key: prediction
@@ -164,15 +195,21 @@ class _LayoutSearch:
             table.values(), key=lambda prediction: prediction.time.step
         )
         self.result.num_proven = len(self._proven)
-        self._heap.clear()  # break the reference cycles without the collector
         return self.result
 
-    def _push(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
-        self._push_at(seconds * self._straggler_factor + self._fixed_seconds, degrees, expand)
+    def _push(
+        self, seconds: float, degrees: Degrees, expand: Callable[..., None], *arguments: object
+    ) -> None:
+        self._push_at(
+            seconds * self._straggler_factor + self._fixed_seconds, degrees, expand, *arguments
+        )
 
-    def _push_at(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
+    def _push_at(
+        self, seconds: float, degrees: Degrees, expand: Callable[..., None], *arguments: object
+    ) -> None:
         heapq.heappush(
-            self._heap, (seconds, degrees.num_parallel_axes, next(self._counter), expand)
+            self._heap,
+            (seconds, degrees.num_parallel_axes, next(self._counter), expand, arguments),
         )
 
     # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
@@ -194,7 +231,8 @@ class _LayoutSearch:
         self._push(
             self._bound_seconds(variants, whole_batch),
             whole_batch,
-            partial(self._push_largest, variants),
+            _LayoutSearch._push_largest,
+            variants,
         )
 
     def _push_largest(self, variants: tuple[Degrees, ...]) -> None:
@@ -210,7 +248,10 @@ class _LayoutSearch:
             degrees for degrees in variants if degrees.micro_batch_size <= largest.micro_batch_size
         )
         self._push(
-            self._bound_seconds(variants, largest), largest, partial(self._expand_variants, fitting)
+            self._bound_seconds(variants, largest),
+            largest,
+            _LayoutSearch._expand_variants,
+            fitting,
         )
 
     def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
@@ -230,7 +271,7 @@ class _LayoutSearch:
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
                 costs = self.costs.get_min_layer_costs(degrees)
                 min_seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
-                self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
+                self._push(min_seconds, degrees, _LayoutSearch._expand_degrees, degrees, pipelines)
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
         pipelines = self.costs.get_pipeline_options(degrees)
@@ -239,8 +280,11 @@ class _LayoutSearch:
         persistent_bytes = self.costs.get_persistent_memory(
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
-        # Often too much without activations, which take longer to compute.
+        # Often too much with few activations, or without: all of them take longer to compute.
         if not self._has_capacity_for_live(degrees, persistent_bytes):
+            return False
+        min_bytes = self.costs.bound_activation_bytes(degrees, pipelines)
+        if not self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
             return False
         if any(
             self._reserve.add_to(degrees, persistent_bytes + num_bytes) <= self.capacity_bytes
@@ -269,7 +313,7 @@ class _LayoutSearch:
                 choice = PartialChoice(
                     degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
-                self._push(seconds, degrees, partial(self._expand_execution, choice))
+                self._push(seconds, degrees, _LayoutSearch._expand_execution, choice)
 
     # Level 3: ZeRO.
 
@@ -296,7 +340,11 @@ class _LayoutSearch:
             self._push(
                 seconds,
                 degrees,
-                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
+                _LayoutSearch._expand_sharding,
+                chosen,
+                sharding,
+                weight_seconds,
+                exposed_seconds,
             )
 
     def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
@@ -336,7 +384,11 @@ class _LayoutSearch:
                 self._push(
                     pass_seconds + weight_seconds + exposed_seconds,
                     degrees,
-                    partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
+                    _LayoutSearch._expand_schedule,
+                    chosen,
+                    sharding,
+                    scheduled,
+                    exposed_seconds,
                 )
 
     # Level 5: complete candidates.
@@ -360,7 +412,6 @@ class _LayoutSearch:
             self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding)
         ):
             return
-        expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
         if candidate.layout.pp > 1 and self._heap:
             # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (
@@ -368,9 +419,16 @@ class _LayoutSearch:
                 + exposed_seconds
             ) * self._straggler_factor + self._fixed_seconds
             if seconds > self._heap[0][0]:
-                self._push_at(seconds, chosen.degrees, expand)
+                self._push_at(
+                    seconds,
+                    chosen.degrees,
+                    _LayoutSearch._expand_candidate,
+                    chosen.degrees,
+                    candidate,
+                    chosen.costs,
+                )
                 return
-        expand()
+        self._expand_candidate(chosen.degrees, candidate, chosen.costs)
 
     def _has_capacity_for_deferred(
         self, chosen: PartialChoice, sharding: ShardingChoice, load: StageLoad | None
@@ -385,24 +443,28 @@ class _LayoutSearch:
             degrees, persistent.total_at_loss + activations.compute_min_bytes(load)
         )
 
-    def _expand_candidate(
-        self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False
-    ) -> None:
+    def _expand_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
         if build_layout_key(candidate) in self._proven:
             return
-        if (
-            self._heap
-            and not is_bounded
-            and self.costs.simulations.has_schedule(self.predictor.get_pipeline_stages(candidate))
+        if self._heap and self.costs.simulations.has_schedule(
+            self.predictor.get_pipeline_stages(candidate)
         ):
             seconds = self.predictor.bound_step_seconds(candidate, costs, self.costs.simulations)
             if seconds > self._heap[0][0]:
                 self._push_at(
                     seconds,
                     degrees,
-                    partial(self._expand_candidate, degrees, candidate, costs, is_bounded=True),
+                    _LayoutSearch._predict_candidate,
+                    degrees,
+                    candidate,
+                    costs,
                 )
                 return
+        self._predict_candidate(degrees, candidate, costs)
+
+    def _predict_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
+        if build_layout_key(candidate) in self._proven:
+            return
         memory = self._find_memory(candidate)
         if memory is None:
             return
@@ -410,10 +472,14 @@ class _LayoutSearch:
         prediction = self.predictor.predict(
             candidate, memory, costs, self.costs.simulations.simulate
         )
-        known = self._predicted.get(build_layout_key(candidate))
+        self._record_predicted(prediction)
+        self._push_at(prediction.time.step, degrees, _LayoutSearch._record_proven, prediction)
+
+    def _record_predicted(self, prediction: Prediction) -> None:
+        key = build_layout_key(prediction.candidate)
+        known = self._predicted.get(key)
         if known is None or prediction.time.step < known.time.step:
-            self._predicted[build_layout_key(candidate)] = prediction
-        self._push_at(prediction.time.step, degrees, partial(self._record_proven, prediction))
+            self._predicted[key] = prediction
 
     def _find_memory(self, candidate: Candidate) -> MemoryParts | None:
         """Return the memory of the rank that needs the most; None if a rank has not enough."""

@@ -64,6 +64,7 @@ class ChoiceCosts:
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
+        self._row_activation_bytes: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
@@ -263,6 +264,28 @@ class ChoiceCosts:
                 for pipeline in pipelines.bounds.pipelines
             )
         return bounds
+
+    def bound_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
+        """Return a lower bound of `iterate_min_activation_bytes` from the activations of one row.
+
+        Saved bytes are proportional to the rows, and the backward pass of more rows takes no less.
+        Most micro-batches are far too large, so that their own activations need not be computed.
+        """
+        key = (degrees.tp, degrees.cp, pipelines.num_passes)
+        of_row = self._row_activation_bytes.get(key)
+        if of_row is None:
+            single = degrees._replace(micro_batch_size=1)
+            none = (0.0,) * len(pipelines.num_passes)
+            found = []
+            for execution in self._list_smallest_executions(degrees):
+                activations = self.get_activations(single, execution)
+                num_bytes = activations.compute_min_bytes(pipelines.num_passes)
+                backward = activations._replace(layer_bytes=none)
+                backward_bytes = backward.compute_min_bytes(pipelines.num_passes)
+                found.append((num_bytes - backward_bytes, backward_bytes))
+            of_row = self._row_activation_bytes[key] = found
+        rows = degrees.micro_batch_size
+        return (1 - 1e-9) * min(rows * saved + backward for saved, backward in of_row)  # rounding
 
     def iterate_min_activation_bytes(
         self, degrees: Degrees, pipelines: PipelineOptions
