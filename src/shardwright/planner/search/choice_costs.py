@@ -41,7 +41,7 @@ from shardwright.planner.search.state import (
 )
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import SimulationHistory
-from shardwright.planner.time.step_costs import LayerCosts
+from shardwright.planner.time.step_costs import LayerCompute, LayerCosts
 
 
 class ChoiceCosts:
@@ -56,6 +56,7 @@ class ChoiceCosts:
         shares = problem.template.quantised_shares
         self._has_spanning_scales = shares is not None and shares.spanning is not None
         self.simulations = SimulationHistory()
+        self._compute = LayerCompute()
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
         self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
@@ -116,7 +117,7 @@ class ChoiceCosts:
         costs = self._costs.get(key)
         if costs is None:
             costs = self._costs[key] = self.predictor.compute_layer_costs(
-                self.space.build_candidate(degrees, execution)
+                self.space.build_candidate(degrees, execution), self._compute
             )
         return costs
 
