@@ -41,6 +41,7 @@ from shardwright.planner.search.result import (
 )
 from shardwright.planner.search.space import (
     Degrees,
+    ExecutionChoice,
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
@@ -280,11 +281,8 @@ class _LayoutSearch:
         persistent_bytes = self.costs.get_persistent_memory(
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
-        # Often too much with few activations, or without: all of them take longer to compute.
+        # Often too much without activations, which take longer to compute.
         if not self._has_capacity_for_live(degrees, persistent_bytes):
-            return False
-        min_bytes = self.costs.bound_activation_bytes(degrees, pipelines)
-        if not self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
             return False
         if any(
             self._reserve.add_to(degrees, persistent_bytes + num_bytes) <= self.capacity_bytes
@@ -305,22 +303,38 @@ class _LayoutSearch:
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
         for execution in self.space.list_executions(degrees):
-            activations = self.costs.get_activations(degrees, execution)
-            min_bytes = activations.compute_min_bytes(pipelines.num_passes)
+            min_bytes = self.costs.bound_activation_bytes(degrees, execution, pipelines)
             if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
                 costs = self.costs.get_layer_costs(degrees, execution)
                 seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
-                choice = PartialChoice(
-                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
+                self._push(
+                    seconds,
+                    degrees,
+                    _LayoutSearch._expand_execution,
+                    degrees,
+                    execution,
+                    pipelines,
+                    costs,
+                    seconds,
                 )
-                self._push(seconds, degrees, _LayoutSearch._expand_execution, choice)
 
     # Level 3: ZeRO.
 
-    def _expand_execution(self, chosen: PartialChoice) -> None:
-        degrees = chosen.degrees
+    def _expand_execution(
+        self,
+        degrees: Degrees,
+        execution: ExecutionChoice,
+        pipelines: PipelineOptions,
+        costs: LayerCosts,
+        min_seconds: float,
+    ) -> None:
         if self._is_complete(degrees):
             return
+        activations = self.costs.get_activations(degrees, execution)
+        min_bytes = activations.compute_min_bytes(pipelines.num_passes)
+        chosen = PartialChoice(
+            degrees, execution, pipelines, costs, activations, min_bytes, min_seconds, []
+        )
         bounds = chosen.pipelines.bounds
         longest = bounds.compute_longest_passes(chosen.costs)
         for sharding in self.space.list_shardings(degrees):

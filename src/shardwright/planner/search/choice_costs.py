@@ -65,7 +65,7 @@ class ChoiceCosts:
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
-        self._row_activation_bytes: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+        self._activation_lines: dict[tuple[object, ...], tuple[float, float]] = {}
         self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
@@ -137,9 +137,12 @@ class ChoiceCosts:
     def _list_smallest_executions(self, degrees: Degrees) -> list[ExecutionChoice]:
         """List executions, with sequence parallelism where it is possible: it repeats no
         activations. Full recomputation, which usually saves least, is the first."""
-        executions = list(self.space.list_executions(degrees))[::-1]
-        parallel = [execution for execution in executions if execution.sequence_parallel]
-        return parallel or executions
+        found = self._smallest_executions.get((degrees.tp, degrees.cp))
+        if found is None:
+            executions = list(self.space.list_executions(degrees))[::-1]
+            parallel = [execution for execution in executions if execution.sequence_parallel]
+            found = self._smallest_executions[degrees.tp, degrees.cp] = parallel or executions
+        return found
 
     def _build_cost_key(self, degrees: Degrees) -> tuple[object, ...]:
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size)
@@ -179,7 +182,7 @@ class ChoiceCosts:
         self, degrees: Degrees, execution: ExecutionChoice
     ) -> MicroBatchActivations:
         """Return the cached activation bytes of a micro-batch."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
         activations = self._activations.get(key)
         if activations is None:
             candidate = self.space.build_candidate(degrees, execution)
@@ -204,7 +207,7 @@ class ChoiceCosts:
     ) -> DeferredActivations:
         """Return the cached activation bytes of a micro-batch under a schedule that defers
         gradients of weights."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
         activations = self._deferred.get(key)
         if activations is None:
             candidate = self.space.build_candidate(degrees, execution, schedule=("zb_h1", None))
@@ -266,37 +269,35 @@ class ChoiceCosts:
             )
         return bounds
 
-    def bound_activation_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
-        """Return a lower bound of `iterate_min_activation_bytes` from the activations of one row.
-
-        Saved bytes are proportional to the rows, and the backward pass of more rows takes no less.
-        Most micro-batches are far too large, so that their own activations need not be computed.
-        """
-        key = (degrees.tp, degrees.cp, pipelines.num_passes)
-        of_row = self._row_activation_bytes.get(key)
-        if of_row is None:
-            single = degrees._replace(micro_batch_size=1)
-            none = (0.0,) * len(pipelines.num_passes)
-            found = []
-            for execution in self._list_smallest_executions(degrees):
-                activations = self.get_activations(single, execution)
-                num_bytes = activations.compute_min_bytes(pipelines.num_passes)
-                backward = activations._replace(layer_bytes=none)
-                backward_bytes = backward.compute_min_bytes(pipelines.num_passes)
-                found.append((num_bytes - backward_bytes, backward_bytes))
-            of_row = self._row_activation_bytes[key] = found
-        rows = degrees.micro_batch_size
-        return (1 - 1e-9) * min(rows * saved + backward for saved, backward in of_row)  # rounding
-
     def iterate_min_activation_bytes(
         self, degrees: Degrees, pipelines: PipelineOptions
     ) -> Iterator[float]:
-        """Yield the first rank's minimum activation bytes over schedules, for methods and kinds of
-        recomputation of which one has the minimum of all."""
-        executions = self._smallest_executions.get((degrees.tp, degrees.cp))
-        if executions is None:
-            executions = self._list_smallest_executions(degrees)
-            self._smallest_executions[degrees.tp, degrees.cp] = executions
-        for execution in executions:
-            activations = self.get_activations(degrees, execution)
-            yield activations.compute_min_bytes(pipelines.num_passes)
+        """Yield lower bounds of the first rank's activation bytes over schedules, for methods and
+        kinds of recomputation of which one has the minimum of all."""
+        for execution in self._list_smallest_executions(degrees):
+            yield self.bound_activation_bytes(degrees, execution, pipelines)
+
+    def bound_activation_bytes(
+        self, degrees: Degrees, execution: ExecutionChoice, pipelines: PipelineOptions
+    ) -> float:
+        """Return a lower bound of the first rank's activation bytes over schedules, from those of
+        one row and of two.
+
+        Saved bytes are proportional to the rows. Those that a backward pass adds are a maximum of
+        linear functions of them, which grows at least as fast as from one row to two.
+        """
+        key = (degrees.tp, degrees.cp, degrees.ep, pipelines.num_passes, execution)
+        line = self._activation_lines.get(key)
+        if line is None:
+            one, two = (
+                self.get_activations(degrees._replace(micro_batch_size=rows), execution)
+                for rows in (1, 2)
+            )
+            num_bytes = one.compute_min_bytes(pipelines.num_passes)
+            backward_bytes = one.compute_backward_bytes(pipelines.num_passes)
+            growth_bytes = two.compute_backward_bytes(pipelines.num_passes) - backward_bytes
+            line = num_bytes, num_bytes - backward_bytes + growth_bytes
+            self._activation_lines[key] = line
+        first_bytes, row_bytes = line
+        rounding = 1 - 1e-9
+        return rounding * (first_bytes + (degrees.micro_batch_size - 1) * row_bytes)

@@ -37,7 +37,12 @@ class MicroBatchActivations(NamedTuple):
     def compute_min_bytes(self, num_passes: tuple[float, ...]) -> float:
         """Return the bytes at the first layer of a backward pass while `num_passes` through layers
         of each kind are saved."""
-        backward_bytes = max(
+        saved_bytes = sum(map(mul, num_passes, self.layer_bytes))
+        return float(saved_bytes + self.compute_backward_bytes(num_passes))
+
+    def compute_backward_bytes(self, num_passes: tuple[float, ...]) -> float:
+        """Return the bytes that the backward pass of a layer adds, of those with passes."""
+        return max(
             (
                 backward_bytes
                 for backward_bytes, count in zip(self.backward_bytes, num_passes, strict=True)
@@ -45,7 +50,6 @@ class MicroBatchActivations(NamedTuple):
             ),
             default=0.0,
         )
-        return float(sum(map(mul, num_passes, self.layer_bytes)) + backward_bytes)
 
 
 class DeferredActivations(NamedTuple):
