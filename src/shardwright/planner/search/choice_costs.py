@@ -178,6 +178,20 @@ class ChoiceCosts:
             memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
         return memory
 
+    def find_largest_memory(self, candidate: Candidate, capacity_bytes: float) -> MemoryParts:
+        """Return the memory of the rank that needs the most, or of one that needs more than the
+        capacity."""
+        pipeline = self.predictor.get_pipeline_stages(candidate)
+        # The first rank had enough. The last one often has not: it has the head.
+        last = self.get_memory(candidate, pipeline.num_ranks - 1)
+        by_rank = [last]
+        if last.total <= capacity_bytes:
+            for rank in pipeline.fullest_ranks:
+                by_rank.append(self.get_memory(candidate, rank))
+                if by_rank[-1].total > capacity_bytes:
+                    break
+        return max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
+
     def get_activations(
         self, degrees: Degrees, execution: ExecutionChoice
     ) -> MicroBatchActivations:

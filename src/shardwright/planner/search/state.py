@@ -86,16 +86,13 @@ class PipelineOptions(NamedTuple):
 
 
 class PartialChoice(NamedTuple):
-    """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
-    activation bytes of the first rank, and the minimum seconds of the passes over all schedules."""
+    """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch."""
 
     degrees: Degrees
     execution: ExecutionChoice
     pipelines: PipelineOptions
     costs: LayerCosts
     activations: MicroBatchActivations
-    min_activation_bytes: float
-    min_seconds: float
     schedules: list[tuple[ScheduleOption, float, float]]
     """Those of `list_schedules`, once computed."""
 
