@@ -196,7 +196,7 @@ class ChoiceCosts:
         self, degrees: Degrees, execution: ExecutionChoice
     ) -> MicroBatchActivations:
         """Return the cached activation bytes of a micro-batch."""
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
+        key = (*_build_activation_key(degrees), degrees.micro_batch_size, execution)
         activations = self._activations.get(key)
         if activations is None:
             candidate = self.space.build_candidate(degrees, execution)
@@ -221,7 +221,7 @@ class ChoiceCosts:
     ) -> DeferredActivations:
         """Return the cached activation bytes of a micro-batch under a schedule that defers
         gradients of weights."""
-        key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size, execution)
+        key = (*_build_activation_key(degrees), degrees.micro_batch_size, execution)
         activations = self._deferred.get(key)
         if activations is None:
             candidate = self.space.build_candidate(degrees, execution, schedule=("zb_h1", None))
@@ -300,7 +300,7 @@ class ChoiceCosts:
         Saved bytes are proportional to the rows. Those that a backward pass adds are a maximum of
         linear functions of them, which grows at least as fast as from one row to two.
         """
-        key = (degrees.tp, degrees.cp, degrees.ep, pipelines.num_passes, execution)
+        key = (*_build_activation_key(degrees), pipelines.num_passes, execution)
         line = self._activation_lines.get(key)
         if line is None:
             one, two = (
@@ -315,3 +315,14 @@ class ChoiceCosts:
         first_bytes, row_bytes = line
         rounding = 1 - 1e-9
         return rounding * (first_bytes + (degrees.micro_batch_size - 1) * row_bytes)
+
+
+def _build_activation_key(degrees: Degrees) -> tuple[object, ...]:
+    """Return the degrees on which activations depend, next to the micro-batch."""
+    return (
+        degrees.tp,
+        degrees.cp,
+        degrees.ep,
+        degrees.data_ranks > 1,
+        degrees.accumulation_steps > 1,
+    )
