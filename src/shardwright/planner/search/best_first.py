@@ -38,7 +38,6 @@ from shardwright.planner.search.result import (
 )
 from shardwright.planner.search.space import (
     Degrees,
-    ExecutionChoice,
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
@@ -275,46 +274,41 @@ class _LayoutSearch:
             degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
         ).total_at_loss
         for execution in self.space.list_executions(degrees):
-            min_bytes = self.costs.bound_activation_bytes(degrees, execution, pipelines)
+            activations = self.costs.get_activations(degrees, execution)
+            min_bytes = activations.compute_min_bytes(
+                pipelines.num_passes, degrees.micro_batch_size
+            )
             if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
                 costs = self.costs.get_layer_costs(degrees, execution)
                 seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
-                self._push(
-                    seconds,
-                    degrees,
-                    _LayoutSearch._expand_execution,
-                    (degrees, execution, pipelines, costs, seconds),
+                choice = PartialChoice(
+                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
+                self._push(seconds, degrees, _LayoutSearch._expand_execution, (choice,))
 
     # Level 3: ZeRO.
 
-    def _expand_execution(
-        self,
-        degrees: Degrees,
-        execution: ExecutionChoice,
-        pipelines: PipelineOptions,
-        costs: LayerCosts,
-        min_seconds: float,
-    ) -> None:
+    def _expand_execution(self, chosen: PartialChoice) -> None:
+        degrees = chosen.degrees
         if self._is_complete(degrees):
             return
-        activations = self.costs.get_activations(degrees, execution)
-        min_bytes = activations.compute_min_bytes(pipelines.num_passes)
-        chosen = PartialChoice(degrees, execution, pipelines, costs, activations, [])
-        longest = pipelines.bounds.compute_longest_passes(costs)
+        bounds = chosen.pipelines.bounds
+        longest = bounds.compute_longest_passes(chosen.costs)
         for sharding in self.space.list_shardings(degrees):
             if self._is_proven(degrees, sharding):
                 continue
             persistent_bytes = self.costs.get_persistent_memory(
-                degrees, pipelines.first_rank_load, sharding
+                degrees, chosen.pipelines.first_rank_load, sharding
             ).total_at_loss
-            if not self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
+            if not self._has_capacity_for_live(
+                degrees, persistent_bytes + chosen.min_activation_bytes
+            ):
                 continue
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
-                degrees, sharding, pipelines.bounds.min_layers
+                degrees, sharding, bounds.min_layers
             ).compute_seconds(degrees.accumulation_steps, longest)
             self._push(
-                min_seconds + weight_seconds + exposed_seconds,
+                chosen.min_seconds + weight_seconds + exposed_seconds,
                 degrees,
                 _LayoutSearch._expand_sharding,
                 (chosen, sharding, weight_seconds, exposed_seconds),

@@ -34,8 +34,8 @@ from shardwright.planner.search.space import (
 )
 from shardwright.planner.search.state import (
     DeferredActivations,
-    MicroBatchActivations,
     PipelineOptions,
+    RowActivations,
     ScheduleOption,
     build_pipeline_options,
 )
@@ -59,13 +59,12 @@ class ChoiceCosts:
         self._compute = LayerCompute()
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
-        self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._activations: dict[tuple[object, ...], RowActivations] = {}
         self._deferred: dict[tuple[object, ...], DeferredActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
         self._schedules: dict[tuple[int, int], PipelineOptions | None] = {}
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
-        self._activation_lines: dict[tuple[object, ...], tuple[float, float]] = {}
         self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
         self._first_rank_bytes: dict[Candidate, float] = {}
@@ -192,27 +191,19 @@ class ChoiceCosts:
                     break
         return max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
 
-    def get_activations(
-        self, degrees: Degrees, execution: ExecutionChoice
-    ) -> MicroBatchActivations:
-        """Return the cached activation bytes of a micro-batch."""
-        key = (*_build_activation_key(degrees), degrees.micro_batch_size, execution)
+    def get_activations(self, degrees: Degrees, execution: ExecutionChoice) -> RowActivations:
+        """Return the cached activation bytes of one row."""
+        key = (*_build_activation_key(degrees), execution)
         activations = self._activations.get(key)
         if activations is None:
-            candidate = self.space.build_candidate(degrees, execution)
-            layers = [
-                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
-            ]
-            backward_bytes = tuple(
-                layer.recomputed_bytes + layer.gradient_bytes for layer in layers
-            )
-            saved_bytes = tuple(layer.saved_bytes for layer in layers)
-            if candidate.activation_offload != "none":
-                # At least the layer of the backward pass is on the device.
-                backward_bytes = tuple(map(float.__add__, backward_bytes, saved_bytes))
-                saved_bytes = tuple(0.0 for _ in layers)
-            activations = self._activations[key] = MicroBatchActivations(
-                saved_bytes, backward_bytes
+            row = degrees._replace(micro_batch_size=1)
+            candidate = self.space.build_candidate(row, execution)
+            activations = self._activations[key] = RowActivations(
+                tuple(
+                    get_layer_activations(self.facts, kind, candidate).saved_bytes
+                    for kind in self.facts.kinds
+                ),
+                is_offloaded=candidate.activation_offload != "none",
             )
         return activations
 
@@ -289,32 +280,8 @@ class ChoiceCosts:
         """Yield lower bounds of the first rank's activation bytes over schedules, for methods and
         kinds of recomputation of which one has the minimum of all."""
         for execution in self._list_smallest_executions(degrees):
-            yield self.bound_activation_bytes(degrees, execution, pipelines)
-
-    def bound_activation_bytes(
-        self, degrees: Degrees, execution: ExecutionChoice, pipelines: PipelineOptions
-    ) -> float:
-        """Return a lower bound of the first rank's activation bytes over schedules, from those of
-        one row and of two.
-
-        Saved bytes are proportional to the rows. Those that a backward pass adds are a maximum of
-        linear functions of them, which grows at least as fast as from one row to two.
-        """
-        key = (*_build_activation_key(degrees), pipelines.num_passes, execution)
-        line = self._activation_lines.get(key)
-        if line is None:
-            one, two = (
-                self.get_activations(degrees._replace(micro_batch_size=rows), execution)
-                for rows in (1, 2)
-            )
-            num_bytes = one.compute_min_bytes(pipelines.num_passes)
-            backward_bytes = one.compute_backward_bytes(pipelines.num_passes)
-            growth_bytes = two.compute_backward_bytes(pipelines.num_passes) - backward_bytes
-            line = num_bytes, num_bytes - backward_bytes + growth_bytes
-            self._activation_lines[key] = line
-        first_bytes, row_bytes = line
-        rounding = 1 - 1e-9
-        return rounding * (first_bytes + (degrees.micro_batch_size - 1) * row_bytes)
+            activations = self.get_activations(degrees, execution)
+            yield activations.compute_min_bytes(pipelines.num_passes, degrees.micro_batch_size)
 
 
 def _build_activation_key(degrees: Degrees) -> tuple[object, ...]:
