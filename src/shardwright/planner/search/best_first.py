@@ -249,9 +249,9 @@ class _LayoutSearch:
         pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        persistent_bytes = self.costs.get_persistent_memory(
-            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-        ).total_at_loss
+        persistent_bytes = self.costs.compute_min_persistent_bytes(
+            degrees, pipelines.first_rank_load
+        )
         # Often too much without activations, which take longer to compute.
         if not self._has_capacity_for_live(degrees, persistent_bytes):
             return False
@@ -270,9 +270,9 @@ class _LayoutSearch:
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        persistent_bytes = self.costs.get_persistent_memory(
-            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-        ).total_at_loss
+        persistent_bytes = self.costs.compute_min_persistent_bytes(
+            degrees, pipelines.first_rank_load
+        )
         for execution in self.space.list_executions(degrees):
             activations = self.costs.get_activations(degrees, execution)
             min_bytes = activations.compute_min_bytes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
@@ -260,6 +260,19 @@ class ChoiceCosts:
                 self.facts, self.space.build_candidate(degrees, ANY_EXECUTION, sharding), load
             )
         return memory
+
+    def compute_min_persistent_bytes(self, degrees: Degrees, load: StageLoad) -> float:
+        """Compute the least bytes at a loss of a rank's persistent memory over ZeRO stages."""
+        # Frozen weights in 4 bits take less than those that the highest stage gathers.
+        shardings: Iterable[ShardingChoice] = (
+            (self.space.get_max_sharding(degrees),)
+            if self.problem.template.adapter is None
+            else self.space.list_shardings(degrees) or (self.space.get_max_sharding(degrees),)
+        )
+        return min(
+            self.get_persistent_memory(degrees, load, sharding).total_at_loss
+            for sharding in shardings
+        )
 
     def get_variant_bounds(self, variants: tuple[Degrees, ...]) -> PipelinesBoundModel:
         """Return the cached bounds over the pipelines of all micro-batch variants."""
