@@ -45,7 +45,7 @@ from shardwright.planner.search.space import (
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
 from shardwright.planner.time.step_costs import LayerCosts
 
-MAX_EXTRA_EXPANSIONS = 200
+MAX_EXTRA_EXPANSIONS = 150
 """Choices expanded for the rest of the table after the fastest is known. After that, only
 simpler ones that are as fast as the best."""
 
@@ -166,8 +166,10 @@ class _LayoutSearch:
                     and num_axes >= table.min_parallel_axes
                 ):
                     continue  # neither faster nor simpler
-                remaining -= 1
+            num_left = len(self._queue)
             expand(self, *arguments)
+            # Of those that turn out too large, nothing is expanded.
+            remaining -= bool(table.proven) and len(self._queue) > num_left
         self.result.predictions = table.list_predictions()
         self.result.num_proven = len(table.proven)
         return self.result

@@ -24,8 +24,8 @@ class ChoiceQueue:
         self._heap: list[QueuedChoice] = []
         self._counter = count()
 
-    def __bool__(self) -> bool:
-        return bool(self._heap)
+    def __len__(self) -> int:
+        return len(self._heap)
 
     @property
     def first(self) -> QueuedChoice:
