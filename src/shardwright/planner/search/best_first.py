@@ -2,15 +2,16 @@
 
 All degrees are searched. A partial choice has a lower bound of the seconds of every complete
 choice below it. The choice with the lowest bound is expanded first; a complete choice at the
-top of the heap is better than all that remain. Memory is checked before time: a partial choice
+top of the queue is better than all that remain. Memory is checked before time: a partial choice
 whose minimum memory does not fit is discarded.
 
     level                            bounds
     0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest
                                      per row; then as 1 with the largest micro-batch that fits
     1  micro-batch                   the first rank's minimum memory over recomputation and
-                                     schedules; compute of the first and the last rank, and
-                                     their wait for the first micro-batch
+                                     schedules: what persists, and what passes in flight save;
+                                     compute of the first and the last rank, and their wait for
+                                     the first micro-batch
     2  recompute, methods of tp, cp  the same with communication; the first rank's minimum
                                      memory over schedules
     3  ZeRO                          exposed data-parallel communication, the update
@@ -46,8 +47,8 @@ from shardwright.planner.search.state import PartialChoice, PipelineOptions, Sch
 from shardwright.planner.time.step_costs import LayerCosts
 
 MAX_EXTRA_EXPANSIONS = 150
-"""Choices expanded for the rest of the table after the fastest is known. After that, only
-simpler ones that are as fast as the best."""
+"""Choices expanded for the rest of the table after the fastest is known, without those that turn
+out too large. After that, only simpler ones that are as fast as the best."""
 
 EXTRA_EXPANSION_FACTOR = 4
 """Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
