@@ -42,8 +42,6 @@ AttentionLoads = tuple[tuple[int | None, float], ...]
 """Attention work of the busiest context-parallel rank over the mean of all, by window of the
 layers (None for layers without one)."""
 
-_ACTIVATION_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4}
-
 EXCHANGE_INDEX_BYTES = 4
 """Bytes of an index of a row or of a choice, int32."""
 
@@ -399,7 +397,7 @@ class Candidate:
     @property
     def activation_bytes(self) -> int:
         """Bytes per element of the activations."""
-        return _ACTIVATION_BYTES.get(self.precision, 2)
+        return 8 if self.precision == "fp64" else 4 if self.precision == "fp32" else 2
 
     @property
     def master_bytes(self) -> int:
