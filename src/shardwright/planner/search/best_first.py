@@ -46,9 +46,12 @@ from shardwright.planner.search.space import (
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
 from shardwright.planner.time.step_costs import LayerCosts
 
-MAX_EXTRA_EXPANSIONS = 150
-"""Choices expanded for the rest of the table after the fastest is known, without those that turn
-out too large. After that, only simpler ones that are as fast as the best."""
+MAX_EXTRA_EXPANSIONS = 175
+"""Choices expanded for the rest of the table after the fastest is known. After that, only
+simpler ones that are as fast as the best."""
+
+TOO_LARGE_SHARE = 0.1
+"""Share of an expansion as which a choice counts that yields none, mostly as it is too large."""
 
 EXTRA_EXPANSION_FACTOR = 4
 """Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
@@ -147,7 +150,7 @@ class _LayoutSearch:
         return other
 
     def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
-        remaining = max_extra_expansions
+        remaining = float(max_extra_expansions)
         table = self._table
         while self._queue:
             if not table.proven and self._queue.first[3] is _LayoutSearch._record_proven:
@@ -169,8 +172,8 @@ class _LayoutSearch:
                     continue  # neither faster nor simpler
             num_left = len(self._queue)
             expand(self, *arguments)
-            # Of those that turn out too large, nothing is expanded.
-            remaining -= bool(table.proven) and len(self._queue) > num_left
+            if table.proven:
+                remaining -= 1.0 if len(self._queue) > num_left else TOO_LARGE_SHARE
         self.result.predictions = table.list_predictions()
         self.result.num_proven = len(table.proven)
         return self.result

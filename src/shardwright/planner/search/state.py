@@ -41,7 +41,7 @@ class RowActivations(NamedTuple):
         gradients of weights are computed later.
         """
         saved = (
-            max(size for size, count in zip(self.layer_bytes, num_passes, strict=True) if count)
+            max(map(mul, map(bool, num_passes), self.layer_bytes))
             if self.is_offloaded
             else sum(map(mul, num_passes, self.layer_bytes))
         )
