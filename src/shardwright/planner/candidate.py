@@ -397,7 +397,7 @@ class Candidate:
     @property
     def activation_bytes(self) -> int:
         """Bytes per element of the activations."""
-        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+        return 8 if self.precision == "fp64" else 4 if self.precision == "fp32" else 2
 
     @property
     def master_bytes(self) -> int:

@@ -13,6 +13,7 @@ from operator import add
 from typing import NamedTuple
 
 from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
+from shardwright.architecture.attention_kernel import AttentionKernelName
 from shardwright.architecture.flop_count import (
     EXPERT_ROLES,
     compute_mean_visible_keys,
@@ -153,6 +154,8 @@ class ModelFacts:
         self._flops_per_token: dict[int, float] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.time.pipeline`."""
+        self.kernel_cache: dict[tuple[object, ...], AttentionKernelName] = {}
+        """Cache of `planner.memory.attention_activations`."""
         self.activation_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.memory.activations`."""
 

@@ -17,7 +17,7 @@ from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
 from shardwright.planner.time.pipeline_simulation import SimulationHistory, simulate_pipeline
-from shardwright.planner.time.step_costs import LayerCosts, StepCosts
+from shardwright.planner.time.step_costs import LayerCompute, LayerCosts, StepCosts
 from shardwright.planner.time.step_time import Simulation, compute_stage_seconds, predict_time
 from shardwright.planner.uncertainty import load_error_spreads
 
@@ -105,10 +105,14 @@ class Predictor:
             self.cluster.accelerator.memory_bytes if profile is None else profile.memory_bytes
         ) * self.efficiency.usable_share
 
-    def compute_layer_costs(self, candidate: Candidate) -> LayerCosts:
-        """Compute the layer costs of one micro-batch of the candidate."""
+    def compute_layer_costs(
+        self, candidate: Candidate, compute: LayerCompute | None = None
+    ) -> LayerCosts:
+        """Compute the layer costs of one micro-batch of the candidate. `compute` may have computed
+        a part of them."""
         facts = _get_facts(self.facts, candidate)
-        return LayerCosts(facts, candidate, self.get_rates(candidate.precision), self.network)
+        rates = self.get_rates(candidate.precision)
+        return LayerCosts(facts, candidate, rates, self.network, compute)
 
     def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
         """Return the stages of the candidate and their schedule."""

@@ -15,9 +15,8 @@ from math import exp, hypot, inf, log
 from statistics import NormalDist
 from typing import Any, Literal
 
-import yaml
-
 from shardwright.hardware import Accelerator
+from shardwright.hardware.catalog_loading import parse_yaml_table
 
 INTERVAL_SHARE = 0.80
 """Share of measured runs inside an interval. A tenth of them is below it, a tenth above."""
@@ -159,7 +158,8 @@ class ErrorSpreads:
 def load_error_spreads() -> ErrorSpreads:
     """Load the package's `error_spreads.yaml`."""
     source = files("shardwright.planner") / "error_spreads.yaml"
-    document: dict[Quantity, dict[str, Any]] = yaml.safe_load(source.read_text(encoding="utf-8"))
+    text = source.read_text(encoding="utf-8")
+    document: dict[Quantity, dict[str, Any]] = parse_yaml_table(text)
     return ErrorSpreads(
         spreads={
             quantity: {cause: ErrorSpread(*ends) for cause, ends in section["spreads"].items()}

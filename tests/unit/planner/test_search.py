@@ -16,7 +16,7 @@ from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction, TimeParts
@@ -242,13 +242,18 @@ def test_costs_of_quantised_weights_are_those_of_each_sharding(
             assert vars(predictor.compute_layer_costs(candidate)) == vars(shared)
 
 
-@pytest.mark.parametrize("hardware", ["8xH100-80GB", "2xA100-80GB"])
-def test_bounds_of_degrees_hold_for_every_execution(hardware: str) -> None:
-    """Among them that an all-reduce may be faster than a gather and a reduce-scatter."""
-    facts = ModelFacts(models.read_shape("qwen3_moe"))
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [("qwen3_moe", "8xH100-80GB"), ("qwen3_moe", "2xA100-80GB"), ("gemma2", "4xA100-80GB")],
+)
+def test_bounds_of_degrees_hold_for_every_execution(name: str, hardware: str) -> None:
+    """Among them that an all-reduce may be faster than a gather and a reduce-scatter. Shared costs
+    of layers are those of each execution and degree."""
+    facts = ModelFacts(models.read_shape(name))
     predictor = Predictor(facts, parse_cluster(hardware, num_nodes=2), SMALL)
     num_gpus = predictor.cluster.num_gpus
-    problem = PlanningProblem(Candidate(Layout(), 512), num_gpus, 2 * num_gpus)
+    template = Candidate(Layout(), 512, has_masked_kernels=True)
+    problem = PlanningProblem(template, num_gpus, 2 * num_gpus)
     space = SearchSpace(facts, problem, predictor.cluster.domain_size)
     costs = ChoiceCosts(predictor, problem, space)
     for degrees in chain.from_iterable(space.list_degrees()):
@@ -262,8 +267,12 @@ def test_bounds_of_degrees_hold_for_every_execution(hardware: str) -> None:
             assert all(map(le, least.pass_seconds, each.pass_seconds))
             assert least.embedding_seconds <= each.embedding_seconds
             assert least.head_seconds <= each.head_seconds
+            candidate = space.build_candidate(degrees, execution)
+            assert vars(each) == vars(predictor.compute_layer_costs(candidate))
             activations = costs.get_activations(degrees, execution)
-            assert min_bytes <= activations.compute_min_bytes(pipelines.num_passes)
+            assert min_bytes <= activations.compute_min_bytes(
+                pipelines.num_passes, degrees.micro_batch_size
+            )
 
 
 def test_work_is_within_other_work_if_no_part_is_larger() -> None:
@@ -303,43 +312,91 @@ def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
     assert num_dropped > 0
 
 
-def test_bounds_of_memory_hold_on_the_first_or_the_last_rank() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "min_share"),
+    [
+        ("llama", {}, 0.9),
+        ("qwen3_moe", {"layout": Layout(expert_dispatch="once_per_rank")}, 0.9),
+        ("qwen3_moe", {"activation_offload": "host"}, 0.8),
+        ("llama", {"adapter": LowRankAdapter(8, quantised=True)}, 0.8),
+        ("gemma2", {"flash_attention": False, "has_fused_norms": False}, 0.8),
+    ],
+)
+def test_bounds_of_memory_hold_on_the_first_or_the_last_rank(
+    name: str, settings: dict[str, Any], min_share: float
+) -> None:
     """The last rank's is that of passes that wait for gradients of weights."""
-    facts = ModelFacts(read_config(models.CONFIGS["llama"] | {"num_hidden_layers": 9}))
+    facts = ModelFacts(read_config(models.CONFIGS[name] | {"num_hidden_layers": 9}))
     predictor = Predictor(facts, models.make_cluster(8), SMALL)
-    problem = PlanningProblem(Candidate(Layout(), 128), 8, 16)
+    template = replace(Candidate(Layout(), 128), **settings)
+    problem = PlanningProblem(template, 8, 32)
     space = SearchSpace(facts, problem, 8)
     costs = ChoiceCosts(predictor, problem, space)
     reserve = MinReserve(SMALL)
     nearest = 0.0
     for degrees in chain.from_iterable(space.list_degrees()):
+        if degrees.tp * degrees.cp > 2 or degrees.micro_batch_size not in (1, 4):
+            continue
         pipelines = costs.get_pipeline_options(degrees)
         assert pipelines is not None
+        rows = degrees.micro_batch_size
+        least = costs.compute_min_persistent_bytes(degrees, pipelines.first_rank_load)
         for execution, sharding, scheduled in product(
             space.list_executions(degrees), space.list_shardings(degrees), pipelines.options
         ):
-            if degrees.pp == 1 or degrees.tp > 1 or degrees.cp > 1:
-                continue
             schedule = (scheduled.name, scheduled.virtual_stages)
             candidate = space.build_candidate(degrees, execution, sharding, schedule)
-            last = scheduled.deferring_rank_load
-            if last is None:
-                rank = 0
-                load = scheduled.first_rank_load
-                passes = tuple(load.num_in_flight * count for count in load.layers)
-                num_bytes = costs.get_activations(degrees, execution).compute_min_bytes(passes)
-            else:
-                rank = degrees.pp - 1
-                load = last
-                num_bytes = costs.get_deferred_activations(degrees, execution).compute_min_bytes(
-                    load
-                )
-            num_bytes += costs.get_persistent_memory(degrees, load, sharding).total_at_loss
+            activations = costs.get_activations(degrees, execution)
+            first = scheduled.first_rank_load
+            passes = tuple(first.num_in_flight * count for count in first.layers)
+            needed = costs.get_memory(candidate, 0).total
+            num_bytes = least + activations.compute_min_bytes(pipelines.num_passes, rows)
+            assert reserve.add_to(degrees, num_bytes) <= needed
+            num_bytes = costs.get_persistent_memory(degrees, first, sharding).total_at_loss
+            num_bytes += activations.compute_min_bytes(passes, rows)
             bound = reserve.add_to(degrees, num_bytes)
-            needed = costs.get_memory(candidate, rank).total
             assert bound <= needed
             nearest = max(nearest, bound / needed)
-    assert nearest > 0.9
+            last = scheduled.deferring_rank_load
+            if last is not None:
+                num_bytes = costs.get_persistent_memory(degrees, last, sharding).total_at_loss
+                deferred = costs.get_deferred_activations(degrees, execution)
+                num_bytes += deferred.compute_min_bytes(last)
+                bound = reserve.add_to(degrees, num_bytes)
+                assert bound <= costs.get_memory(candidate, degrees.pp - 1).total
+    assert nearest > min_share
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "share"), [("llama", 8, 1.07), ("gemma2", 4, 1.01), ("qwen3_moe", 8, 1.01)]
+)
+def test_a_search_with_a_margin_equals_one_on_smaller_devices(
+    name: str, num_gpus: int, share: float
+) -> None:
+    """It continues the search without a margin from the first proof."""
+    facts = ModelFacts(models.read_shape(name))
+    problem = PlanningProblem(Candidate(Layout(), 128), num_gpus, 2 * num_gpus)
+
+    def build_predictor(capacity_bytes: float) -> Predictor:
+        cluster = models.make_cluster(
+            num_gpus, memory_bytes=round(capacity_bytes), per_node=num_gpus // 2
+        )
+        predictor = Predictor(facts, cluster, SMALL)
+        predictor.capacity_bytes = capacity_bytes
+        return predictor
+
+    ample = search_layouts(build_predictor(2**40), problem).best
+    assert ample is not None
+    predictor = build_predictor(share * ample.memory.total)
+    result = search_layouts(predictor, problem)
+    assert result.best is not None
+    assert result.best.is_tight
+    assert result.best_with_margin is not None
+    capacity_bytes = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
+    expected = search_layouts(build_predictor(capacity_bytes), problem, num_layouts=1).best
+    assert expected is not None
+    assert result.best_with_margin.candidate == expected.candidate
+    assert result.best_with_margin.time == expected.time
 
 
 def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_time() -> None:

@@ -421,7 +421,7 @@ def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float
         for rope in shape.ropes
     )
     masks = 0.0
-    for window in {layer.window for layer in shape.layers}:
+    for window in {layer.window for layer in facts.unique_layers}:
         if has_dense_mask(facts, candidate, window):
             masks += (
                 (candidate.micro_batch_size if candidate.document_tokens is not None else 1)

@@ -29,14 +29,34 @@ def resolve_context_method(facts: ModelFacts, candidate: Candidate) -> ContextMe
 def choose_planned_kernel(
     facts: ModelFacts, candidate: Candidate, window: int | None
 ) -> AttentionKernelName:
-    """Return the attention kernel of layers with a window, by the decoder's rule.
+    """Return the cached attention kernel of layers with a window, by the decoder's rule.
 
     Ranks that share rows compute tiles with other kernels, which add sinks to their results.
     """
-    shape = facts.shape
     has_tiles = candidate.layout.cp > 1 and not (
         candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
     )
+    key = (
+        window,
+        has_tiles,
+        candidate.sequence_length,
+        candidate.document_tokens is not None,
+        candidate.flash_attention,
+        candidate.has_masked_kernels,
+        candidate.precision,
+        candidate.attention,
+    )
+    kernel = facts.kernel_cache.get(key)
+    if kernel is None:
+        kernel = _choose_kernel(facts, candidate, window, has_tiles=has_tiles)
+        facts.kernel_cache[key] = kernel
+    return kernel
+
+
+def _choose_kernel(
+    facts: ModelFacts, candidate: Candidate, window: int | None, *, has_tiles: bool
+) -> AttentionKernelName:
+    shape = facts.shape
     needs = AttentionRequirements(
         window=window if window is not None and window < candidate.sequence_length else None,
         is_packed=candidate.document_tokens is not None,

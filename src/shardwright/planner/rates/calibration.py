@@ -16,9 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shardwright.hardware import Accelerator
+from shardwright.hardware.catalog_loading import parse_yaml_table
 from shardwright.planner.rates.efficiency import Efficiency
 
 EFFICIENCY_SECTIONS = ("accelerators", "frameworks", "features")
@@ -117,7 +116,7 @@ def _scale_to_sustained_clock(accelerator: Accelerator, shared: Efficiency) -> d
 def load_efficiencies(path: Path | None = None) -> EfficiencyTable:
     """Load the package's `efficiencies.yaml`, or another file of the same format."""
     source = files("shardwright.planner.rates") / "efficiencies.yaml" if path is None else path
-    sections = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    sections = parse_yaml_table(source.read_text(encoding="utf-8")) or {}
     known_fields = {field.name for field in fields(Efficiency)}
     for section, names in sections.items():
         assert section in EFFICIENCY_SECTIONS, section

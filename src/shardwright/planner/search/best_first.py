@@ -2,15 +2,16 @@
 
 All degrees are searched. A partial choice has a lower bound of the seconds of every complete
 choice below it. The choice with the lowest bound is expanded first; a complete choice at the
-top of the heap is better than all that remain. Memory is checked before time: a partial choice
+top of the queue is better than all that remain. Memory is checked before time: a partial choice
 whose minimum memory does not fit is discarded.
 
     level                            bounds
     0  degrees                       as 1 with the whole batch as one micro-batch, the cheapest
                                      per row; then as 1 with the largest micro-batch that fits
     1  micro-batch                   the first rank's minimum memory over recomputation and
-                                     schedules; compute of the first and the last rank, and
-                                     their wait for the first micro-batch
+                                     schedules: what persists, and what passes in flight save;
+                                     compute of the first and the last rank, and their wait for
+                                     the first micro-batch
     2  recompute, methods of tp, cp  the same with communication; the first rank's minimum
                                      memory over schedules
     3  ZeRO                          exposed data-parallel communication, the update
@@ -21,23 +22,20 @@ whose minimum memory does not fit is discarded.
 from __future__ import annotations
 
 import gc
-import heapq
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import count
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
-from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import MinReserve, compute_overhead
 from shardwright.planner.search.choice_costs import ChoiceCosts
+from shardwright.planner.search.choice_queue import ChoiceQueue
 from shardwright.planner.search.result import (
-    EQUAL_STEP_SHARE,
+    LayoutTable,
     SearchResult,
     build_layout_key,
-    measure_complexity,
 )
 from shardwright.planner.search.space import (
     Degrees,
@@ -48,9 +46,12 @@ from shardwright.planner.search.space import (
 from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
 from shardwright.planner.time.step_costs import LayerCosts
 
-MAX_EXTRA_EXPANSIONS = 200
+MAX_EXTRA_EXPANSIONS = 175
 """Choices expanded for the rest of the table after the fastest is known. After that, only
 simpler ones that are as fast as the best."""
+
+TOO_LARGE_SHARE = 0.1
+"""Share of an expansion as which a choice counts that yields none, mostly as it is too large."""
 
 EXTRA_EXPANSION_FACTOR = 4
 """Factor of `MAX_EXTRA_EXPANSIONS` while the search has found fewer layouts than the table has
@@ -77,14 +78,14 @@ def search_layouts(
     space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
     costs = ChoiceCosts(predictor, problem, space)
     with _disable_garbage_collection():
-        result = _LayoutSearch(costs, predictor.capacity_bytes).run(
-            num_layouts, max_extra_expansions
-        )
+        search = _LayoutSearch(costs, predictor.capacity_bytes)
+        search.push_all()
+        result = search.run(num_layouts, max_extra_expansions)
         if result.best is not None and result.best.is_tight:
             # A separate search: the fastest of a key may be tight while another micro-batch or
             # recomputation is not.
             capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
-            best = _LayoutSearch(costs, capacity).run(1, max_extra_expansions).best
+            best = search.fork(capacity).run(1, max_extra_expansions).best
             result.best_with_margin = next(
                 (prediction for prediction in result.predictions if prediction == best), best
             )
@@ -108,8 +109,7 @@ def _disable_garbage_collection() -> Iterator[None]:
 
 
 class _LayoutSearch:
-    """State of one search. `heap` entries are (bound, axes in use, counter, function that
-    expands the choice). Costs do not depend on the capacity, so searches share them."""
+    """State of one search. Costs do not depend on the capacity, so searches share them."""
 
     def __init__(self, costs: ChoiceCosts, capacity_bytes: float) -> None:
         self.capacity_bytes = capacity_bytes
@@ -123,56 +123,70 @@ class _LayoutSearch:
             costs.predictor, costs.problem.num_gpus
         )
         self._reserve = MinReserve(costs.predictor.efficiency)
-        self._counter = count()
-        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._predicted: dict[tuple[int, ...], Prediction] = {}
-        self._proven: dict[tuple[int, ...], Prediction] = {}
-        self._min_parallel_axes: int | None = None
+        self._queue = ChoiceQueue()
+        self._unproven_queue = self._queue
+        """The queue before the first proof."""
+        self._table = LayoutTable()
 
-    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
+    def push_all(self) -> None:
+        """Push all degrees."""
         for variants in self.space.list_degrees():
             self._push_coarse(variants)
-        remaining = max_extra_expansions
-        while self._heap:
-            bound, num_axes, _, expand = heapq.heappop(self._heap)
-            if self._proven:
-                is_equal = bound <= next(iter(self._proven.values())).time.step * (
-                    1 + EQUAL_STEP_SHARE
-                )
+
+    def fork(self, capacity_bytes: float) -> _LayoutSearch:
+        """Return a search of the layouts that fit a smaller capacity, continued from the first
+        proof of this one.
+
+        Until then this search has discarded only what does not fit its own capacity, so its queue
+        had every other choice and prediction.
+        """
+        other = _LayoutSearch(self.costs, capacity_bytes)
+        other._queue = self._unproven_queue.copy()
+        for choice in other._queue.pop_all(_LayoutSearch._record_proven):
+            (prediction,) = choice[-1]
+            if prediction.memory.total <= capacity_bytes:
+                other._table.add(prediction)
+                other._queue.push_again(choice)
+        return other
+
+    def run(self, num_layouts: int, max_extra_expansions: int) -> SearchResult:
+        remaining = float(max_extra_expansions)
+        table = self._table
+        while self._queue:
+            if not table.proven and self._queue.first[3] is _LayoutSearch._record_proven:
+                self._unproven_queue = self._queue.copy()
+            bound, num_axes, _, expand, arguments = self._queue.pop()
+            if table.proven:
                 is_exhausted = remaining < 0 and (
-                    len(self._predicted) >= num_layouts
+                    len(table.predicted) >= num_layouts
                     or remaining < (1 - EXTRA_EXPANSION_FACTOR) * max_extra_expansions
                 )
-                is_complete = is_exhausted or len(self._proven) >= num_layouts
-                if is_complete and not is_equal:
+                is_complete = is_exhausted or len(table.proven) >= num_layouts
+                if is_complete and bound > table.max_equal_seconds:
                     break
                 if (
                     is_exhausted
-                    and self._min_parallel_axes is not None
-                    and num_axes >= self._min_parallel_axes
+                    and table.min_parallel_axes is not None
+                    and num_axes >= table.min_parallel_axes
                 ):
                     continue  # neither faster nor simpler
-                remaining -= 1
-            expand()
-        # Predictions that were not proven follow: equally good ones may be unexplored.
-        table = self._proven | {
-            key: prediction
-            for key, prediction in self._predicted.items()
-            if key not in self._proven
-        }
-        self.result.predictions = sorted(
-            table.values(), key=lambda prediction: prediction.time.step
-        )
-        self.result.num_proven = len(self._proven)
-        self._heap.clear()  # break the reference cycles without the collector
+            num_left = len(self._queue)
+            expand(self, *arguments)
+            if table.proven:
+                remaining -= 1.0 if len(self._queue) > num_left else TOO_LARGE_SHARE
+        self.result.predictions = table.list_predictions()
+        self.result.num_proven = len(table.proven)
         return self.result
 
-    def _push(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
-        self._push_at(seconds * self._straggler_factor + self._fixed_seconds, degrees, expand)
-
-    def _push_at(self, seconds: float, degrees: Degrees, expand: Callable[[], None]) -> None:
-        heapq.heappush(
-            self._heap, (seconds, degrees.num_parallel_axes, next(self._counter), expand)
+    def _push(
+        self,
+        seconds: float,
+        degrees: Degrees,
+        expand: Callable[..., None],
+        arguments: tuple[object, ...],
+    ) -> None:
+        self._queue.push(
+            seconds * self._straggler_factor + self._fixed_seconds, degrees, expand, arguments
         )
 
     # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
@@ -194,7 +208,8 @@ class _LayoutSearch:
         self._push(
             self._bound_seconds(variants, whole_batch),
             whole_batch,
-            partial(self._push_largest, variants),
+            _LayoutSearch._push_largest,
+            (variants,),
         )
 
     def _push_largest(self, variants: tuple[Degrees, ...]) -> None:
@@ -210,7 +225,10 @@ class _LayoutSearch:
             degrees for degrees in variants if degrees.micro_batch_size <= largest.micro_batch_size
         )
         self._push(
-            self._bound_seconds(variants, largest), largest, partial(self._expand_variants, fitting)
+            self._bound_seconds(variants, largest),
+            largest,
+            _LayoutSearch._expand_variants,
+            (fitting,),
         )
 
     def _bound_seconds(self, variants: tuple[Degrees, ...], largest: Degrees) -> float:
@@ -230,15 +248,16 @@ class _LayoutSearch:
             if pipelines is not None and self._has_capacity_for_degrees(degrees):
                 costs = self.costs.get_min_layer_costs(degrees)
                 min_seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
-                self._push(min_seconds, degrees, partial(self._expand_degrees, degrees, pipelines))
+                choice = (degrees, pipelines)
+                self._push(min_seconds, degrees, _LayoutSearch._expand_degrees, choice)
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
         pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        persistent_bytes = self.costs.get_persistent_memory(
-            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-        ).total_at_loss
+        persistent_bytes = self.costs.compute_min_persistent_bytes(
+            degrees, pipelines.first_rank_load
+        )
         # Often too much without activations, which take longer to compute.
         if not self._has_capacity_for_live(degrees, persistent_bytes):
             return False
@@ -257,19 +276,21 @@ class _LayoutSearch:
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        persistent_bytes = self.costs.get_persistent_memory(
-            degrees, pipelines.first_rank_load, self.space.get_max_sharding(degrees)
-        ).total_at_loss
+        persistent_bytes = self.costs.compute_min_persistent_bytes(
+            degrees, pipelines.first_rank_load
+        )
         for execution in self.space.list_executions(degrees):
             activations = self.costs.get_activations(degrees, execution)
-            min_bytes = activations.compute_min_bytes(pipelines.num_passes)
+            min_bytes = activations.compute_min_bytes(
+                pipelines.num_passes, degrees.micro_batch_size
+            )
             if self._has_capacity_for_live(degrees, persistent_bytes + min_bytes):
                 costs = self.costs.get_layer_costs(degrees, execution)
                 seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = PartialChoice(
                     degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
-                self._push(seconds, degrees, partial(self._expand_execution, choice))
+                self._push(seconds, degrees, _LayoutSearch._expand_execution, (choice,))
 
     # Level 3: ZeRO.
 
@@ -292,20 +313,20 @@ class _LayoutSearch:
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
                 degrees, sharding, bounds.min_layers
             ).compute_seconds(degrees.accumulation_steps, longest)
-            seconds = chosen.min_seconds + weight_seconds + exposed_seconds
             self._push(
-                seconds,
+                chosen.min_seconds + weight_seconds + exposed_seconds,
                 degrees,
-                partial(self._expand_sharding, chosen, sharding, weight_seconds, exposed_seconds),
+                _LayoutSearch._expand_sharding,
+                (chosen, sharding, weight_seconds, exposed_seconds),
             )
 
     def _is_proven(self, degrees: Degrees, sharding: ShardingChoice) -> bool:
-        return (degrees.pp, degrees.tp, degrees.cp, degrees.ep, sharding.zero_stage) in self._proven
+        return (*degrees[:4], sharding.zero_stage) in self._table.proven
 
     def _is_complete(self, degrees: Degrees) -> bool:
         """Return True if the best layout of every ZeRO stage is known for these degrees."""
         key = degrees[:4]
-        return all((*key, zero) in self._proven for zero in self.problem.zero_stages)
+        return all((*key, zero) in self._table.proven for zero in self.problem.zero_stages)
 
     def _has_capacity_for_live(self, degrees: Degrees, num_bytes: float) -> bool:
         return self._has_capacity_for(self._reserve.add_to(degrees, num_bytes))
@@ -336,7 +357,8 @@ class _LayoutSearch:
                 self._push(
                     pass_seconds + weight_seconds + exposed_seconds,
                     degrees,
-                    partial(self._expand_schedule, chosen, sharding, scheduled, exposed_seconds),
+                    _LayoutSearch._expand_schedule,
+                    (chosen, sharding, scheduled, exposed_seconds),
                 )
 
     # Level 5: complete candidates.
@@ -360,17 +382,21 @@ class _LayoutSearch:
             self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding)
         ):
             return
-        expand = partial(self._expand_candidate, chosen.degrees, candidate, chosen.costs)
-        if candidate.layout.pp > 1 and self._heap:
+        if candidate.layout.pp > 1 and self._queue:
             # Earlier simulations of the schedule may prove that other choices come first.
             seconds = (
                 self.predictor.bound_pass_seconds(candidate, chosen.costs, self.costs.simulations)
                 + exposed_seconds
             ) * self._straggler_factor + self._fixed_seconds
-            if seconds > self._heap[0][0]:
-                self._push_at(seconds, chosen.degrees, expand)
+            if seconds > self._queue.first[0]:
+                self._queue.push(
+                    seconds,
+                    chosen.degrees,
+                    _LayoutSearch._expand_candidate,
+                    (chosen.degrees, candidate, chosen.costs),
+                )
                 return
-        expand()
+        self._expand_candidate(chosen.degrees, candidate, chosen.costs)
 
     def _has_capacity_for_deferred(
         self, chosen: PartialChoice, sharding: ShardingChoice, load: StageLoad | None
@@ -378,66 +404,42 @@ class _LayoutSearch:
         """Return True if the passes of a rank that wait for gradients of weights may fit."""
         if load is None:
             return True
-        degrees = chosen.degrees
-        persistent = self.costs.get_persistent_memory(degrees, load, sharding)
-        activations = self.costs.get_deferred_activations(degrees, chosen.execution)
-        return self._has_capacity_for_live(
-            degrees, persistent.total_at_loss + activations.compute_min_bytes(load)
-        )
+        persistent = self.costs.get_persistent_memory(chosen.degrees, load, sharding)
+        activations = self.costs.get_deferred_activations(chosen.degrees, chosen.execution)
+        num_bytes = persistent.total_at_loss + activations.compute_min_bytes(load)
+        return self._has_capacity_for_live(chosen.degrees, num_bytes)
 
-    def _expand_candidate(
-        self, degrees: Degrees, candidate: Candidate, costs: LayerCosts, *, is_bounded: bool = False
-    ) -> None:
-        if build_layout_key(candidate) in self._proven:
+    def _expand_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
+        if build_layout_key(candidate) in self._table.proven:
             return
-        if (
-            self._heap
-            and not is_bounded
-            and self.costs.simulations.has_schedule(self.predictor.get_pipeline_stages(candidate))
+        if self._queue and self.costs.simulations.has_schedule(
+            self.predictor.get_pipeline_stages(candidate)
         ):
             seconds = self.predictor.bound_step_seconds(candidate, costs, self.costs.simulations)
-            if seconds > self._heap[0][0]:
-                self._push_at(
+            if seconds > self._queue.first[0]:
+                self._queue.push(
                     seconds,
                     degrees,
-                    partial(self._expand_candidate, degrees, candidate, costs, is_bounded=True),
+                    _LayoutSearch._predict_candidate,
+                    (degrees, candidate, costs),
                 )
                 return
-        memory = self._find_memory(candidate)
-        if memory is None:
+        self._predict_candidate(degrees, candidate, costs)
+
+    def _predict_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
+        if build_layout_key(candidate) in self._table.proven:
+            return
+        memory = self.costs.find_largest_memory(candidate, self.capacity_bytes)
+        if not self._has_capacity_for(memory.total):
             return
         self.result.num_predicted += 1
         prediction = self.predictor.predict(
             candidate, memory, costs, self.costs.simulations.simulate
         )
-        known = self._predicted.get(build_layout_key(candidate))
-        if known is None or prediction.time.step < known.time.step:
-            self._predicted[build_layout_key(candidate)] = prediction
-        self._push_at(prediction.time.step, degrees, partial(self._record_proven, prediction))
-
-    def _find_memory(self, candidate: Candidate) -> MemoryParts | None:
-        """Return the memory of the rank that needs the most; None if a rank has not enough."""
-        pipeline = self.predictor.get_pipeline_stages(candidate)
-        # The first rank had enough. The last one often has not: it has the head.
-        last = self.costs.get_memory(candidate, pipeline.num_ranks - 1)
-        by_rank = [last]
-        if last.total <= self.capacity_bytes:
-            for rank in pipeline.fullest_ranks:
-                by_rank.append(self.costs.get_memory(candidate, rank))
-                if by_rank[-1].total > self.capacity_bytes:
-                    break
-        most = max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
-        return most if self._has_capacity_for(most.total) else None
+        self._table.add(prediction)
+        self._queue.push(prediction.time.step, degrees, _LayoutSearch._record_proven, (prediction,))
 
     def _record_proven(self, prediction: Prediction) -> None:
         """Record a prediction that precedes everything left in the heap: the best of its
         key."""
-        self._proven.setdefault(build_layout_key(prediction.candidate), prediction)
-        fastest = next(iter(self._proven.values()))
-        if prediction.time.step <= fastest.time.step * (1 + EQUAL_STEP_SHARE):
-            num_axes = measure_complexity(prediction.candidate)[0]
-            self._min_parallel_axes = (
-                num_axes
-                if self._min_parallel_axes is None
-                else min(num_axes, self._min_parallel_axes)
-            )
+        self._table.prove(prediction)

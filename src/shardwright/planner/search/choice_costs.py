@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
@@ -34,14 +34,14 @@ from shardwright.planner.search.space import (
 )
 from shardwright.planner.search.state import (
     DeferredActivations,
-    MicroBatchActivations,
     PipelineOptions,
+    RowActivations,
     ScheduleOption,
     build_pipeline_options,
 )
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import SimulationHistory
-from shardwright.planner.time.step_costs import LayerCosts
+from shardwright.planner.time.step_costs import LayerCompute, LayerCosts
 
 
 class ChoiceCosts:
@@ -56,9 +56,10 @@ class ChoiceCosts:
         shares = problem.template.quantised_shares
         self._has_spanning_scales = shares is not None and shares.spanning is not None
         self.simulations = SimulationHistory()
+        self._compute = LayerCompute()
         self._costs: dict[tuple[object, ...], LayerCosts] = {}
         self._min_costs: dict[tuple[object, ...], MinLayerCosts] = {}
-        self._activations: dict[tuple[object, ...], MicroBatchActivations] = {}
+        self._activations: dict[tuple[object, ...], RowActivations] = {}
         self._deferred: dict[tuple[object, ...], DeferredActivations] = {}
         self._persistent: dict[tuple[object, ...], PersistentMemory] = {}
         self._data_bounds: dict[tuple[object, ...], DataTrafficBound] = {}
@@ -115,7 +116,7 @@ class ChoiceCosts:
         costs = self._costs.get(key)
         if costs is None:
             costs = self._costs[key] = self.predictor.compute_layer_costs(
-                self.space.build_candidate(degrees, execution)
+                self.space.build_candidate(degrees, execution), self._compute
             )
         return costs
 
@@ -135,9 +136,12 @@ class ChoiceCosts:
     def _list_smallest_executions(self, degrees: Degrees) -> list[ExecutionChoice]:
         """List executions, with sequence parallelism where it is possible: it repeats no
         activations. Full recomputation, which usually saves least, is the first."""
-        executions = list(self.space.list_executions(degrees))[::-1]
-        parallel = [execution for execution in executions if execution.sequence_parallel]
-        return parallel or executions
+        found = self._smallest_executions.get((degrees.tp, degrees.cp))
+        if found is None:
+            executions = list(self.space.list_executions(degrees))[::-1]
+            parallel = [execution for execution in executions if execution.sequence_parallel]
+            found = self._smallest_executions[degrees.tp, degrees.cp] = parallel or executions
+        return found
 
     def _build_cost_key(self, degrees: Degrees) -> tuple[object, ...]:
         key = (degrees.tp, degrees.cp, degrees.ep, degrees.micro_batch_size)
@@ -173,27 +177,33 @@ class ChoiceCosts:
             memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
         return memory
 
-    def get_activations(
-        self, degrees: Degrees, execution: ExecutionChoice
-    ) -> MicroBatchActivations:
-        """Return the cached activation bytes of a micro-batch."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+    def find_largest_memory(self, candidate: Candidate, capacity_bytes: float) -> MemoryParts:
+        """Return the memory of the rank that needs the most, or of one that needs more than the
+        capacity."""
+        pipeline = self.predictor.get_pipeline_stages(candidate)
+        # The first rank had enough. The last one often has not: it has the head.
+        last = self.get_memory(candidate, pipeline.num_ranks - 1)
+        by_rank = [last]
+        if last.total <= capacity_bytes:
+            for rank in pipeline.fullest_ranks:
+                by_rank.append(self.get_memory(candidate, rank))
+                if by_rank[-1].total > capacity_bytes:
+                    break
+        return max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
+
+    def get_activations(self, degrees: Degrees, execution: ExecutionChoice) -> RowActivations:
+        """Return the cached activation bytes of one row."""
+        key = (*_build_activation_key(degrees), execution)
         activations = self._activations.get(key)
         if activations is None:
-            candidate = self.space.build_candidate(degrees, execution)
-            layers = [
-                get_layer_activations(self.facts, kind, candidate) for kind in self.facts.kinds
-            ]
-            backward_bytes = tuple(
-                layer.recomputed_bytes + layer.gradient_bytes for layer in layers
-            )
-            saved_bytes = tuple(layer.saved_bytes for layer in layers)
-            if candidate.activation_offload != "none":
-                # At least the layer of the backward pass is on the device.
-                backward_bytes = tuple(map(float.__add__, backward_bytes, saved_bytes))
-                saved_bytes = tuple(0.0 for _ in layers)
-            activations = self._activations[key] = MicroBatchActivations(
-                saved_bytes, backward_bytes
+            row = degrees._replace(micro_batch_size=1)
+            candidate = self.space.build_candidate(row, execution)
+            activations = self._activations[key] = RowActivations(
+                tuple(
+                    get_layer_activations(self.facts, kind, candidate).saved_bytes
+                    for kind in self.facts.kinds
+                ),
+                is_offloaded=candidate.activation_offload != "none",
             )
         return activations
 
@@ -202,7 +212,7 @@ class ChoiceCosts:
     ) -> DeferredActivations:
         """Return the cached activation bytes of a micro-batch under a schedule that defers
         gradients of weights."""
-        key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+        key = (*_build_activation_key(degrees), degrees.micro_batch_size, execution)
         activations = self._deferred.get(key)
         if activations is None:
             candidate = self.space.build_candidate(degrees, execution, schedule=("zb_h1", None))
@@ -251,6 +261,19 @@ class ChoiceCosts:
             )
         return memory
 
+    def compute_min_persistent_bytes(self, degrees: Degrees, load: StageLoad) -> float:
+        """Compute the least bytes at a loss of a rank's persistent memory over ZeRO stages."""
+        # Frozen weights in 4 bits take less than those that the highest stage gathers.
+        shardings: Iterable[ShardingChoice] = (
+            (self.space.get_max_sharding(degrees),)
+            if self.problem.template.adapter is None
+            else self.space.list_shardings(degrees) or (self.space.get_max_sharding(degrees),)
+        )
+        return min(
+            self.get_persistent_memory(degrees, load, sharding).total_at_loss
+            for sharding in shardings
+        )
+
     def get_variant_bounds(self, variants: tuple[Degrees, ...]) -> PipelinesBoundModel:
         """Return the cached bounds over the pipelines of all micro-batch variants."""
         key = (variants[0].pp, tuple(degrees.accumulation_steps for degrees in variants))
@@ -267,12 +290,19 @@ class ChoiceCosts:
     def iterate_min_activation_bytes(
         self, degrees: Degrees, pipelines: PipelineOptions
     ) -> Iterator[float]:
-        """Yield the first rank's minimum activation bytes over schedules, for methods and kinds of
-        recomputation of which one has the minimum of all."""
-        executions = self._smallest_executions.get((degrees.tp, degrees.cp))
-        if executions is None:
-            executions = self._list_smallest_executions(degrees)
-            self._smallest_executions[degrees.tp, degrees.cp] = executions
-        for execution in executions:
+        """Yield lower bounds of the first rank's activation bytes over schedules, for methods and
+        kinds of recomputation of which one has the minimum of all."""
+        for execution in self._list_smallest_executions(degrees):
             activations = self.get_activations(degrees, execution)
-            yield activations.compute_min_bytes(pipelines.num_passes)
+            yield activations.compute_min_bytes(pipelines.num_passes, degrees.micro_batch_size)
+
+
+def _build_activation_key(degrees: Degrees) -> tuple[object, ...]:
+    """Return the degrees on which activations depend, next to the micro-batch."""
+    return (
+        degrees.tp,
+        degrees.cp,
+        degrees.ep,
+        degrees.data_ranks > 1,
+        degrees.accumulation_steps > 1,
+    )

@@ -77,3 +77,42 @@ def build_layout_key(candidate: Candidate) -> tuple[int, ...]:
     details."""
     layout = candidate.layout
     return layout.pp, layout.tp, layout.cp, layout.ep, layout.zero_stage
+
+
+class LayoutTable:
+    """Best predictions of a search, by `build_layout_key`."""
+
+    def __init__(self) -> None:
+        self.predicted: dict[tuple[int, ...], Prediction] = {}
+        self.proven: dict[tuple[int, ...], Prediction] = {}
+        """Those to which the search has no alternative left, in their order."""
+        self.min_parallel_axes: int | None = None
+        """Fewest axes of model parallelism of those that are as fast as the first."""
+
+    @property
+    def max_equal_seconds(self) -> float:
+        """Most seconds of a step that is as fast as the first proven one."""
+        return next(iter(self.proven.values())).time.step * (1 + EQUAL_STEP_SHARE)
+
+    def add(self, prediction: Prediction) -> None:
+        """Add a prediction if it is the fastest of its key."""
+        key = build_layout_key(prediction.candidate)
+        known = self.predicted.get(key)
+        if known is None or prediction.time.step < known.time.step:
+            self.predicted[key] = prediction
+
+    def prove(self, prediction: Prediction) -> None:
+        """Record a prediction as the best of its key, if none is yet."""
+        self.proven.setdefault(build_layout_key(prediction.candidate), prediction)
+        if prediction.time.step <= self.max_equal_seconds:
+            num_axes = measure_complexity(prediction.candidate)[0]
+            if self.min_parallel_axes is None or num_axes < self.min_parallel_axes:
+                self.min_parallel_axes = num_axes
+
+    def list_predictions(self) -> list[Prediction]:
+        """List the predictions, fastest first. Those that are not proven follow equal ones, and
+        other equally good layouts may be unexplored."""
+        table = self.proven | {
+            key: prediction for key, prediction in self.predicted.items() if key not in self.proven
+        }
+        return sorted(table.values(), key=lambda prediction: prediction.time.step)

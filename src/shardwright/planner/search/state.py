@@ -27,25 +27,25 @@ class ScheduleOption(NamedTuple):
     """Load of the last rank of a schedule that defers gradients of weights: it defers most."""
 
 
-class MicroBatchActivations(NamedTuple):
-    """Bytes of a micro-batch: saved by one layer of each kind, and allocated by its backward
-    pass in addition."""
+class RowActivations(NamedTuple):
+    """Bytes of one row that one layer of each kind saves until its backward pass."""
 
     layer_bytes: tuple[float, ...]
-    backward_bytes: tuple[float, ...]
+    is_offloaded: bool
 
-    def compute_min_bytes(self, num_passes: tuple[float, ...]) -> float:
-        """Return the bytes at the first layer of a backward pass while `num_passes` through layers
-        of each kind are saved."""
-        backward_bytes = max(
-            (
-                backward_bytes
-                for backward_bytes, count in zip(self.backward_bytes, num_passes, strict=True)
-                if count
-            ),
-            default=0.0,
+    def compute_min_bytes(self, num_passes: tuple[float, ...], num_rows: int) -> float:
+        """Return a lower bound of the bytes while `num_passes` of so many rows through layers of
+        each kind are saved, as when a loss is computed. Of offloaded layers one is on the device.
+
+        A backward pass may add to them, but not always: it frees layers, or keeps less of them if
+        gradients of weights are computed later.
+        """
+        saved = (
+            max(map(mul, map(bool, num_passes), self.layer_bytes))
+            if self.is_offloaded
+            else sum(map(mul, num_passes, self.layer_bytes))
         )
-        return float(sum(map(mul, num_passes, self.layer_bytes)) + backward_bytes)
+        return num_rows * saved * (1 - 1e-9)  # less by rounding errors
 
 
 class DeferredActivations(NamedTuple):
@@ -89,7 +89,7 @@ class PartialChoice(NamedTuple):
     execution: ExecutionChoice
     pipelines: PipelineOptions
     costs: LayerCosts
-    activations: MicroBatchActivations
+    activations: RowActivations
     min_activation_bytes: float
     min_seconds: float
     schedules: list[tuple[ScheduleOption, float, float]]
@@ -108,7 +108,9 @@ class PartialChoice(NamedTuple):
                     )
                 load = scheduled.first_rank_load
                 passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
-                num_bytes = self.activations.compute_min_bytes(passes)
+                num_bytes = self.activations.compute_min_bytes(
+                    passes, self.degrees.micro_batch_size
+                )
                 self.schedules.append((scheduled, seconds[bounds.key], num_bytes))
         return self.schedules
 

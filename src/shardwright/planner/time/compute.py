@@ -72,6 +72,8 @@ class LayerSeconds:
             recompute = max(self.recompute, forward)
             traffic_backward = max(0.0, traffic_backward - traffic_forward)
         backward = max(self.backward, self.host_backward - traffic_backward)
+        if forward == self.forward and backward == self.backward and recompute == self.recompute:
+            return self
         return replace(self, forward=forward, backward=backward, recompute=recompute)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
+from shardwright.planner.memory.attention_activations import choose_planned_kernel
 from shardwright.planner.memory.moved_weights import compute_moved_weights, get_moved_bytes
 from shardwright.planner.memory.parameter_memory import has_saved_casts
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
@@ -69,18 +70,64 @@ class StagePasses(NamedTuple):
         )
 
 
+class LayerCompute:
+    """Cached seconds of layers, and of embedding and head, without communication: of candidates
+    that differ in layout, micro-batch and recomputation (not `mixed`) only."""
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[object, ...], LayerSeconds] = {}
+        self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def get_layer_seconds(
+        self, facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+    ) -> LayerSeconds:
+        """Return `compute_layer_seconds`. Methods of cp change only the kernel, and expert
+        parallelism only layers with experts."""
+        layout = candidate.layout
+        key = (
+            kind.slot,
+            layout.tp,
+            layout.cp,
+            layout.ep if kind.shape.sparse else 1,
+            candidate.micro_batch_size,
+            candidate.recompute,
+            layout.sequence_parallel,
+            choose_planned_kernel(facts, candidate, kind.shape.window),
+        )
+        seconds = self._layers.get(key)
+        if seconds is None:
+            seconds = self._layers[key] = compute_layer_seconds(facts, kind, candidate, rates)
+        return seconds
+
+    def get_end_seconds(
+        self, facts: ModelFacts, candidate: Candidate, rates: DeviceRates
+    ) -> tuple[float, float]:
+        """Return `compute_end_seconds`."""
+        key = (candidate.layout.tp, candidate.layout.cp, candidate.micro_batch_size)
+        seconds = self._ends.get(key)
+        if seconds is None:
+            seconds = self._ends[key] = compute_end_seconds(facts, candidate, rates)
+        return seconds
+
+
 class LayerCosts:
     """Costs of layers, embedding and head for one micro-batch: the part of a candidate's cost
     that is independent of ZeRO, and of pp and accumulation but for exchanges of weights' maxima
     under tp."""
 
     def __init__(
-        self, facts: ModelFacts, candidate: Candidate, rates: DeviceRates, network: NetworkModel
+        self,
+        facts: ModelFacts,
+        candidate: Candidate,
+        rates: DeviceRates,
+        network: NetworkModel,
+        compute: LayerCompute | None = None,
     ) -> None:
+        compute = compute or LayerCompute()
         groups = build_groups(candidate.layout)
         self.layers: list[tuple[LayerSeconds, LayerTraffic, LayerTraffic]] = []
         for kind in facts.kinds:
-            seconds = compute_layer_seconds(facts, kind, candidate, rates)
+            seconds = compute.get_layer_seconds(facts, kind, candidate, rates)
             forward_traffic, backward_traffic = compute_layer_traffic(
                 facts, kind, candidate, network, groups, seconds
             )
@@ -91,7 +138,7 @@ class LayerCosts:
                     backward_traffic,
                 )
             )
-        self.embedding_seconds, self.head_seconds = compute_end_seconds(facts, candidate, rates)
+        self.embedding_seconds, self.head_seconds = compute.get_end_seconds(facts, candidate, rates)
         self.end_forward_seconds, self.end_backward_seconds = compute_end_traffic(
             facts, candidate, network, groups
         )
