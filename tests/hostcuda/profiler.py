@@ -29,6 +29,16 @@ _COMPOSED = {
 }
 """Operators that one kernel of CUDA runs, and several operators of the test device."""
 
+_WITHOUT_KERNEL = {
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_strided", "as_strided", "resize_", "set_", "detach", "alias"),
+        *("t", "transpose", "permute", "view", "reshape", "_unsafe_view", "_reshape_alias"),
+        *("expand", "unsqueeze", "squeeze", "slice", "select", "narrow", "split", "unbind"),
+    )
+}
+"""Operators that allocate memory or return a view of it."""
+
 
 class DeviceProfile(_profile):
     """Profile of the host; with the activity CUDA, an operator that calls no other one is a kernel,
@@ -67,9 +77,13 @@ class DeviceProfile(_profile):
                 self_device_time_total=each.self_cpu_time_total,
             )
             for each in averages
-            if each.key.startswith("aten::")
+            if _runs_on_device(each.key)
         ]
         return [*averages, *kernels] if self._has_host else kernels
+
+
+def _runs_on_device(name: str) -> bool:
+    return name.startswith("aten::") and name not in _WITHOUT_KERNEL
 
 
 def _list_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,7 +91,8 @@ def _list_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     operators.sort(key=lambda event: (event["tid"], event["ts"], -event["dur"]))
     added = []
-    thread, kernel_end = None, 0.0
+    thread = None
+    kernel_end = 0.0
     for number, (event, following) in enumerate(
         zip(operators, [*operators[1:], None], strict=True)
     ):
@@ -87,9 +102,10 @@ def _list_kernels(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             following is not None and following["tid"] == event["tid"] and following["ts"] < end
         )
         is_kernel = event["name"] in _COMPOSED or not has_inner
-        if is_inside or not is_kernel or not event["name"].startswith("aten::"):
+        if is_inside or not is_kernel or not _runs_on_device(event["name"]):
             continue
-        thread, kernel_end = event["tid"], end
+        thread = event["tid"]
+        kernel_end = end
         common = {"ph": "X", "pid": event["pid"], "ts": event["ts"]}
         common["args"] = {"correlation": number}
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": thread, "dur": 0}
