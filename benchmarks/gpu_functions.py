@@ -1,7 +1,7 @@
 """Measure compiled functions, working weights and larger chunks of the loss on against off.
 
     python -m benchmarks.gpu_functions cuda real RESULT.json
-    python -m benchmarks.gpu_functions cpu tiny RESULT.json
+    python -m benchmarks.gpu_functions cpu small RESULT.json
 
 Both sides run alternately on the same tensors, sides in changing order. Writes the median time of
 each, the median ratio of neighbouring times with its quartiles, peak bytes, whether the bits of the
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,41 @@ from shardwright.parallel.context.attention_kernels import (
 )
 from shardwright.parallel.context.tile_kernels import choose_kernel
 
-_ROUNDS = 15
-_SHAPES = {
-    "real": {"up": (14336, 4096), "down": (4096, 14336), "query": (4096, 4096)},
-    "tiny": {"up": (1408, 512), "down": (512, 1536), "query": (512, 512)},
+_NUM_CHUNKS = 8
+"""Chunks in which the loss of a head is computed."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the cases."""
+
+    matrices: dict[str, tuple[int, ...]]
+    product_tokens: int
+    head: tuple[int, int, int]
+    """Tokens, width and vocabulary."""
+    layer: tuple[int, int, int]
+    """Tokens, width and feed-forward width of the operations between products."""
+    tile: tuple[int, int, int]
+    """Tokens, heads and their width."""
+    rounds: int = 15
+
+
+SIZES = {
+    "real": Sizes(
+        {"up": (14336, 4096), "down": (4096, 14336), "query": (4096, 4096)},
+        *(2048, (8192, 4096, 128256), (8192, 4096, 14336), (4096, 32, 128)),
+    ),
+    "small": Sizes(
+        {"up": (1408, 512), "down": (512, 1536), "query": (512, 512)},
+        *(512, (2048, 256, 4096), (512, 512, 1408), (256, 4, 64)),
+    ),
+    "tiny": Sizes(
+        {"up": (704, 256), "down": (256, 768), "query": (256, 256)},
+        *(64, (256, 64, 1024), (128, 512, 1408), (256, 4, 64)),
+        rounds=2,
+    ),
 }
-"""Matrices of a layer of Llama 3 8B, and small ones for a CPU."""
+"""Those of a layer of Llama 3 8B, small ones for a CPU, and such that rehearse the cases only."""
 
 _UNIT_FACTOR = 1.0 - 1e-12
 """Factor of gradients that is one in fp32: multiplied in place, they do not change from call to
@@ -86,7 +116,7 @@ class WholeModel:
         return tensor
 
 
-def build_update(rule: str, sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_update(rule: str, sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the update of a layer's matrices, with clipping and casts to bf16 unless it is
     Adafactor, which does neither."""
     drawn: dict[str, Any] = {
@@ -94,7 +124,7 @@ def build_update(rule: str, sizes: str, device: torch.device, compiler: Function
         "device": device,
     }
     weights: dict[str, nn.Parameter] = {}
-    for name, shape in _SHAPES[sizes].items():
+    for name, shape in sizes.matrices.items():
         weights[name] = nn.Parameter(torch.randn(shape, **drawn) * 0.02)
         weights[name].grad = torch.randn(shape, **drawn) * 1e-3
     optimizer: Any = build_optimizer(
@@ -102,7 +132,7 @@ def build_update(rule: str, sizes: str, device: torch.device, compiler: Function
         OptimizerSection.model_validate({"name": rule}),
         learning_rate=1e-3,
         weight_decay=0.1,
-        model=WholeModel(_SHAPES[sizes]),  # type: ignore[arg-type]
+        model=WholeModel(sizes.matrices),  # type: ignore[arg-type]
         compile_function=compiler,
     )
     copies: dict[nn.Parameter, WorkingWeight] = {}
@@ -137,25 +167,25 @@ def build_update(rule: str, sizes: str, device: torch.device, compiler: Function
     return run
 
 
-def build_dequantisation(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_dequantisation(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the dequantisation of a layer's matrices to bf16."""
     generator = torch.Generator().manual_seed(0)
     packed = {
         name: nf4.pack(torch.randn(shape, generator=generator).to(device))
-        for name, shape in _SHAPES[sizes].items()
+        for name, shape in sizes.matrices.items()
     }
 
     def run() -> dict[str, Tensor]:
         nf4.compile_unpack(device, torch.bfloat16, compiler)
         return {
-            name: nf4.unpack(tensor, _SHAPES[sizes][name][1], torch.bfloat16)
+            name: nf4.unpack(tensor, sizes.matrices[name][1], torch.bfloat16)
             for name, tensor in packed.items()
         }
 
     return run
 
 
-def build_liger_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_liger_loss(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the loss of a head with its gradients: on, by Liger's kernel; off, in one chunk."""
     hidden, weight, labels = _draw_head(sizes, device)
     is_on = compiler.obstacle != "model.compile_functions is false"
@@ -181,10 +211,9 @@ def build_liger_loss(sizes: str, device: torch.device, compiler: FunctionCompile
     return run
 
 
-def _draw_head(sizes: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_head(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Draw hidden states in bf16, a head's weight in fp32, and labels."""
-    is_tiny = sizes == "tiny"
-    num_tokens, width, vocab_size = (2048, 256, 4096) if is_tiny else (8192, 4096, 128256)
+    num_tokens, width, vocab_size = sizes.head
     # On the device: a core takes seconds for so many numbers.
     drawn: dict[str, Any] = {
         "generator": torch.Generator(device).manual_seed(0),
@@ -196,10 +225,10 @@ def _draw_head(sizes: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_loss(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the loss of a head with its gradients: on, larger chunks and sums in one kernel each.
 
-    Off are chunks of 1,024 tokens, whose products are rounded to 16 bits before they are summed.
+    Off are smaller chunks, whose products are rounded to 16 bits before they are summed.
     """
     hidden, weight, labels = _draw_head(sizes, device)
     num_tokens = len(labels)
@@ -215,7 +244,7 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
                 weight,
                 None,
                 labels,
-                chunk_tokens=num_tokens if is_on else 1024,
+                chunk_tokens=num_tokens if is_on else num_tokens // _NUM_CHUNKS,
                 num_supervised=num_tokens,
             )
             (loss / num_tokens).backward()
@@ -226,7 +255,7 @@ def build_loss(sizes: str, device: torch.device, compiler: FunctionCompiler) -> 
     return run
 
 
-def build_fused_losses(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_fused_losses(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the loss of a head with its gradients: on, losses and gradient in one pass."""
     hidden, weight, labels = _draw_head(sizes, device)
     is_on = compiler.obstacle != "model.compile_functions is false"
@@ -238,7 +267,7 @@ def build_fused_losses(sizes: str, device: torch.device, compiler: FunctionCompi
             weight,
             None,
             labels,
-            chunk_tokens=1024,
+            chunk_tokens=len(labels) // _NUM_CHUNKS,
             num_supervised=len(labels),
             fused_losses=differentiate_token_losses if is_on else None,
         )
@@ -250,12 +279,12 @@ def build_fused_losses(sizes: str, device: torch.device, compiler: FunctionCompi
     return run
 
 
-def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_pointwise(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build the norms, residual sums, rotations and gate of a layer, in both passes.
 
     On, as with `model.fused_pointwise: compiled`; off, in separate operations.
     """
-    num_tokens, width, inner = (512, 512, 1408) if sizes == "tiny" else (8192, 4096, 14336)
+    num_tokens, width, inner = sizes.layer
     fused = COMPILED_FUNCTIONS if compiler.obstacle is None else None
     generator = torch.Generator().manual_seed(0)
 
@@ -290,13 +319,12 @@ def build_pointwise(sizes: str, device: torch.device, compiler: FunctionCompiler
 
 
 def build_products(
-    recompute: bool, sizes: str, device: torch.device, compiler: FunctionCompiler
+    recompute: bool, sizes: Sizes, device: torch.device, compiler: FunctionCompiler
 ) -> Run:
     """Build a step of four micro-batches of products: on, with weights cast once per step."""
-    num_tokens = 512 if sizes == "tiny" else 2048
     generator = torch.Generator().manual_seed(0)
     layers = nn.ModuleList(
-        Linear(columns, rows, bias=False) for rows, columns in _SHAPES[sizes].values()
+        Linear(columns, rows, bias=False) for rows, columns in sizes.matrices.values()
     )
     for layer in layers:
         nn.init.normal_(layer.get_parameter("weight"), std=0.02, generator=generator)
@@ -305,8 +333,8 @@ def build_products(
     if compiler.obstacle != "model.compile_functions is false":
         copies = WorkingWeights(layers, torch.bfloat16)
     inputs = [
-        torch.randn(num_tokens, columns, generator=generator).to(device, torch.bfloat16)
-        for _, columns in _SHAPES[sizes].values()
+        torch.randn(sizes.product_tokens, columns, generator=generator).to(device, torch.bfloat16)
+        for _, columns in sizes.matrices.values()
     ]
 
     def run() -> dict[str, Tensor]:
@@ -325,9 +353,9 @@ def build_products(
     return run
 
 
-def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) -> Run:
+def build_tiles(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) -> Run:
     """Build a causal tile of a row that ranks share: on, with the kernel of plain attention."""
-    num_tokens, num_heads, width = (256, 4, 64) if sizes == "tiny" else (4096, 32, 128)
+    num_tokens, num_heads, width = sizes.tile
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int) -> Tensor:
@@ -353,7 +381,7 @@ def build_tiles(sizes: str, device: torch.device, compiler: FunctionCompiler) ->
 
 
 LIGER_CASE = "loss of the head by Liger's kernel, bf16"
-CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
+CASES: dict[str, Callable[[Sizes, torch.device, FunctionCompiler], Run]] = {
     "AdamW, clipping and casts": lambda *arguments: build_update("adamw", *arguments),
     "8-bit AdamW": lambda *arguments: build_update("adamw_8bit", *arguments),
     "Adafactor": lambda *arguments: build_update("adafactor", *arguments),
@@ -368,7 +396,7 @@ CASES: dict[str, Callable[[str, torch.device, FunctionCompiler], Run]] = {
 }
 
 
-def measure(name: str, sizes: str, device: torch.device) -> dict[str, Any]:
+def measure(name: str, sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """Measure one case; both sides have made equally many calls when their results are compared."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -384,7 +412,7 @@ def measure(name: str, sizes: str, device: torch.device) -> dict[str, Any]:
     logger.removeHandler(handler)
     seconds: dict[str, list[float]] = {side: [] for side in runs}
     peaks: dict[str, int | None] = {}
-    for number in range(_ROUNDS):
+    for number in range(sizes.rounds):
         for side in ("off", "on") if number % 2 else ("on", "off"):
             wait(device)
             if device.type == "cuda":
@@ -424,8 +452,8 @@ def measure_distance(found: Tensor, expected: Tensor) -> float:
 def main() -> None:
     """Measure every case and write the result."""
     device = torch.device(sys.argv[1])
-    sizes = sys.argv[2]
-    elements = sum(rows * columns for rows, columns in _SHAPES[sizes].values())
+    sizes = SIZES[sys.argv[2]]
+    elements = sum(rows * columns for rows, columns in sizes.matrices.values())
     result: dict[str, Any] = {"num_elements": elements, "functions": {}}
     failures = []
     for name in CASES:

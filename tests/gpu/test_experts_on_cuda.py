@@ -13,7 +13,7 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.model import Decoder
-from shardwright.model.products.grouped_matmul import multiply_grouped
+from shardwright.model.products.grouped_matmul import multiply_grouped, repeat_by_expert
 from shardwright.model.routing import ExpertRules
 from shardwright.model.weight_init import initialise_parameter
 
@@ -52,6 +52,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
+
+
+@pytest.mark.parametrize("num_padded", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_biases_are_summed_in_fp32(
+    device: torch.device, dtype: torch.dtype, num_padded: int
+) -> None:
+    counts = [900, 0, 127]
+    bias_EF = torch.randn(3, 48).to(device, dtype).requires_grad_()
+    all_counts = torch.tensor([*counts, *([num_padded] if num_padded else [])], device=device)
+    out_MF = repeat_by_expert(bias_EF, all_counts, sum(counts) + num_padded)
+    expected_MF = torch.cat(
+        [row.expand(count, -1) for row, count in zip(bias_EF.detach(), counts, strict=True)]
+    )
+    assert torch.equal(out_MF[: sum(counts)], expected_MF)
+    assert not out_MF[sum(counts) :].any()
+    gradient_MF = torch.randn(sum(counts) + num_padded, 48).to(device, dtype)
+    gradient_MF[sum(counts) :] = torch.nan
+    out_MF.backward(gradient_MF)
+    assert bias_EF.grad is not None
+    rows = gradient_MF.double()[: sum(counts)].split(counts)
+    exact_EF = torch.stack([each.sum(0) for each in rows])
+    error = (bias_EF.grad.double() - exact_EF).norm() / exact_EF.norm()
+    # Sums that are rounded to bf16 at each addition are 3e-2 off.
+    assert error < {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float64: 1e-14}[dtype]
 
 
 @pytest.mark.parametrize(

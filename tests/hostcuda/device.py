@@ -38,10 +38,11 @@ def activate() -> None:
         return
     library = load_library()
     _loaded.append(library)
-    from tests.hostcuda import cuda_kernels, torch_cuda
+    from tests.hostcuda import cuda_kernels, profiler, torch_cuda
 
     _registrations.append(cuda_kernels.register())
     torch_cuda.install(library)
+    profiler.install()
     multiprocessing.set_forkserver_preload(["tests.hostcuda.activate"])
 
 

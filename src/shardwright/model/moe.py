@@ -25,7 +25,12 @@ from shardwright.model.parallel_hooks import (
     ParallelHooks,
 )
 from shardwright.model.pointwise.functions import FusedFunctions
-from shardwright.model.products.grouped_matmul import gather_rows, scatter_rows, take_first
+from shardwright.model.products.grouped_matmul import (
+    gather_rows,
+    repeat_by_expert,
+    scatter_rows,
+    take_first,
+)
 from shardwright.model.products.product import ProductRule, multiply_by_expert
 from shardwright.model.products.scaled_product import ScaledProducts
 from shardwright.model.products.working_weights import declare_working_weight
@@ -134,11 +139,7 @@ class ExpertStack(nn.Module):
         if self.bias is None:
             return out_MF
         bias_EF = self.bias.to(x_MD.dtype)
-        num_padded = counts_with_padding.shape[0] - counts_E.shape[0]
-        if num_padded:
-            # The gradients of padding are undefined, so they are summed in a row of their own.
-            bias_EF = F.pad(bias_EF, (0, 0, 0, num_padded))
-        bias_MF = bias_EF.repeat_interleave(counts_with_padding, dim=0, output_size=x_MD.shape[0])
+        bias_MF = repeat_by_expert(bias_EF, counts_with_padding, x_MD.shape[0])
         return out_MF + (bias_MF if bias_factor == 1.0 else bias_MF * bias_factor)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -31,8 +31,9 @@ _ROUNDING_OPTIONS: dict[str, Any] = {
 }
 """Inductor's options for PyTorch's own rounding."""
 
-_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Compiled functions of this process: each has one list of graphs for all its callers."""
+_compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+"""Compiled functions of this process, by function and options: each has one list of graphs for all
+its callers."""
 
 
 class FunctionCompiler:
@@ -125,17 +126,22 @@ def build_function_compiler(
 
 
 def compile_function(
-    formulation: Callable[..., Any], *, max_graphs: int = 32
+    formulation: Callable[..., Any],
+    *,
+    max_graphs: int = 32,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Return the compiled function, with PyTorch's own rounding; its first call compiles.
 
     Args:
         max_graphs: Maximum number of graphs in this process; with more, a call fails. AdamW has up
             to six for each of its settings (dtypes of copies and numbers of tensors).
+        options: Inductor's options besides those of rounding.
     """
-    if formulation not in _compiled:
-        options = request_exact_rounding()
-        compiled = torch.compile(formulation, fullgraph=True, dynamic=False, options=options)
+    key = (formulation, *(options or {}).items())
+    if key not in _compiled:
+        all_options = request_exact_rounding() | dict(options or {})
+        compiled = torch.compile(formulation, fullgraph=True, dynamic=False, options=all_options)
 
         def call(*arguments: Any) -> Any:
             # A graph belongs to a state of autograd: called within an operator, where autograd is
@@ -150,8 +156,8 @@ def compile_function(
             ):
                 return compiled(*arguments)
 
-        _compiled[formulation] = call
-    return _compiled[formulation]
+        _compiled[key] = call
+    return _compiled[key]
 
 
 def request_exact_rounding() -> dict[str, Any]:

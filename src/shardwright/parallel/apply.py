@@ -199,7 +199,7 @@ def apply_layout(
             offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
-            decoder.working_weights = _copy_weights(decoder, precision, compile_blocks)
+            decoder.working_weights = _copy_weights(decoder, plan, compile_blocks)
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
     excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
     replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
@@ -270,12 +270,12 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     decoder.compile_blocks(**options)
 
 
-def _copy_weights(
-    decoder: Decoder, precision: PrecisionDtypes, compile_codes: bool
-) -> WorkingWeights:
+def _copy_weights(decoder: Decoder, plan: Plan, is_compiled: bool) -> WorkingWeights:
+    section = plan.precision.low_precision
+    options = {} if section is None else list_compiler_options(section.recipe)
     # One graph for each shape of a matrix.
-    fill = compile_function(fill_operands, max_graphs=64) if compile_codes else None
-    return WorkingWeights(decoder, precision.compute, fill)
+    fill = compile_function(fill_operands, max_graphs=64, options=options) if is_compiled else None
+    return WorkingWeights(decoder, resolve_dtypes(plan.precision).compute, fill)
 
 
 def _exclude_from_ddp(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
+from shardwright.telemetry.trace_summary import read_trace, summarise_trace
 from tests.hostcuda import device
 
 
@@ -293,3 +296,22 @@ def test_a_state_of_a_generator_is_shared_and_a_copy_is_not() -> None:
     assert torch.equal(other.get_state(), generator.get_state())
     torch.rand(4, device="cuda:2", generator=other)
     assert torch.equal(other.get_state(), generator.get_state())
+
+
+@pytest.mark.parametrize("has_host", [True, False])
+def test_a_profile_has_the_kernels_of_the_device(tmp_path: Path, has_host: bool) -> None:
+    x = draw(16, 16).bfloat16()
+    activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if has_host else [])]
+    with profile(activities=activities, acc_events=True) as recorded:
+        torch.mm(x, x, out_dtype=torch.float32).cpu()
+    kernels = {
+        event.key: event.self_device_time_total
+        for event in recorded.key_averages()
+        if str(event.device_type).endswith("CUDA")
+    }
+    assert kernels["aten::mm"] > 0
+    assert len(recorded.key_averages()) > len(kernels) or not has_host
+    recorded.export_chrome_trace(str(tmp_path / "trace.json.gz"))
+    summary = summarise_trace(read_trace(tmp_path / "trace.json.gz"))
+    assert summary.has_device
+    assert {kind.name: kind.calls for kind in summary.kinds} == {"products": 1, "copies": 1}

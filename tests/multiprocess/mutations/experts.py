@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.model import moe
@@ -247,11 +245,11 @@ def ignore_rows_beyond_limit() -> Iterator[None]:
 def sum_padding_into_bias() -> Iterator[None]:
     """Give rows of padding the bias of the last expert; their gradients are undefined."""
 
-    def repeat_last(bias_EF: Tensor, _: Any) -> Tensor:
-        return torch.cat([bias_EF, bias_EF[-1:]])
+    def repeat_last(bias_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+        bias_EF = torch.cat([bias_EF, bias_EF[-1:]])[: counts_E.shape[0]]
+        return bias_EF.repeat_interleave(counts_E, dim=0, output_size=num_rows)
 
-    functions = SimpleNamespace(linear=F.linear, pad=repeat_last)
-    with patch.object(moe, "F", functions), _fill_new_memory():
+    with patch.object(moe, "repeat_by_expert", repeat_last), _fill_new_memory():
         yield
 
 

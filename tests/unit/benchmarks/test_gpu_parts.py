@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from benchmarks import gpu_arguments, gpu_packages, gpu_parts
+from benchmarks import gpu_arguments, gpu_packages, gpu_parts, gpu_results
 from benchmarks.gpu_kernels import summarise_kernels
 from benchmarks.gpu_page import count_tests, list_measurements
 from benchmarks.gpu_steps import Step
@@ -43,7 +43,7 @@ def run_steps(out: Path, steps: list[Step], *, seconds: float = 100.0) -> dict[s
     until = time.monotonic() + seconds
     for step in steps:
         gpu_parts.run_step(step, arguments, dict(os.environ), until)
-        gpu_parts.write_results(out, steps)
+        gpu_results.write_results(out, steps)
     content = json.loads((out / "gpu.json").read_text())
     return {step["name"]: step for step in content["steps"]}
 
@@ -93,8 +93,8 @@ def test_publishing_adds_to_earlier_results(tmp_path: Path) -> None:
     run_steps(tmp_path / "later", steps[:1])
     published = json.loads((tmp_path / "earlier" / "gpu.json").read_text())
     published["steps"][0]["result"] = {"one": "old"}
-    gpu_parts.restore_results(published, tmp_path / "later", steps)
-    gpu_parts.write_results(tmp_path / "later", steps)
+    gpu_results.restore_results(published, tmp_path / "later", steps)
+    gpu_results.write_results(tmp_path / "later", steps)
     results = json.loads((tmp_path / "later" / "gpu.json").read_text())["steps"]
     assert [step["result"] for step in results] == [{"one": 1}, {"two": 1}]
     assert [step["status"] for step in results] == ["passed", "passed"]
@@ -111,8 +111,8 @@ def test_publishing_a_selection_keeps_published_steps_that_did_not_begin(
     out = tmp_path / "later"
     run_steps(out, steps[:1])
     run_steps(out, steps[1:], seconds=0.0)
-    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
-    outcomes = gpu_parts.read_last_outcomes(out, steps)
+    monkeypatch.setattr(gpu_results, "ROOT", tmp_path)
+    outcomes = gpu_results.read_last_outcomes(out, steps)
     assert outcomes["two"]["status"] == "passed"
     monkeypatch.setattr(
         gpu_parts, "list_steps", lambda arguments: steps[:1] if arguments.goals else steps
@@ -155,8 +155,8 @@ def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
         run_steps(out, steps)
     statuses = [step["status"] for step in json.loads((out / "gpu.json").read_text())["steps"]]
     assert statuses == ["passed", "not run", "not run"]
-    assert gpu_parts.has_passed(out, steps[0])
-    assert not gpu_parts.has_passed(out, steps[1])
+    assert gpu_results.has_passed(out, steps[0])
+    assert not gpu_results.has_passed(out, steps[1])
 
 
 def test_a_terminated_call_ends_its_step(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> N
     assert names[-1] == "speed qwen3-30b-a3b-lora-4096-compile"
     tested = {word for step in steps for word in step.command if word.startswith("tests/gpu/")}
     assert tested == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
-    folders = [gpu_parts.get_folder(Path(), step) for step in steps]
+    folders = [gpu_results.get_folder(Path(), step) for step in steps]
     assert len(set(folders)) == len(folders)
     one = gpu_parts.list_steps(gpu_parts.parse_arguments(["--step", "speed *-4096"]))
     assert len(one) == 3

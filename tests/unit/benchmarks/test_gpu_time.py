@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from benchmarks import gpu_order, gpu_parts, gpu_steps, gpu_turns, gpu_warm
+from benchmarks import gpu_order, gpu_parts, gpu_results, gpu_steps, gpu_turns, gpu_warm
 from benchmarks.case import Case
 from benchmarks.gpu_steps import Step
 from benchmarks.launch import RanksFailed
@@ -129,7 +129,7 @@ def run(
 
     monkeypatch.setattr(gpu_parts, "list_steps", lambda _arguments: steps)
     monkeypatch.setattr(gpu_parts, "build_environment", build_environment)
-    monkeypatch.setattr(gpu_parts, "ROOT", out)  # nothing is published there
+    monkeypatch.setattr(gpu_results, "ROOT", out)  # nothing is published there
     assert gpu_parts.main(["--device", "cpu", "--out", str(out), *options]) == code
     content = json.loads((out / "gpu.json").read_text())
     return {step["name"]: step for step in content["steps"]}
@@ -175,7 +175,7 @@ def test_an_ended_call_or_a_long_step_leaves_results_and_time(
     during = results["long"]["result"]
     assert during["status"] == "interrupted"
     (tmp_path / "steps/1-long/outcome.json").write_text(json.dumps(during))
-    gpu_parts.write_results(tmp_path, [long])
+    gpu_results.write_results(tmp_path, [long])
     page = (tmp_path / "gpu.md").read_text()
     assert "**1 interrupted.**" in page
     # Time before the first step counts: imports, unpacked wheels.
@@ -227,9 +227,9 @@ def test_a_whole_step_answers_for_the_shortened_one_but_not_the_reverse(
         *((whole, earlier, True), (shortened, earlier, True)),
         *((whole, later, False), (shortened, later, True)),
     ):
-        outcomes = gpu_parts.read_last_outcomes(folder, [step])
+        outcomes = gpu_results.read_last_outcomes(folder, [step])
         assert gpu_order.has_current_result(step, outcomes) == is_current
-        assert gpu_parts.has_passed(folder, step) == is_current
+        assert gpu_results.has_passed(folder, step) == is_current
     assert gpu_order.has_current_result(shortened, results)
     assert not gpu_order.has_current_result(whole, results)
     estimate = gpu_order.estimate_seconds
@@ -240,11 +240,13 @@ def test_a_whole_step_answers_for_the_shortened_one_but_not_the_reverse(
         content["steps"][0]["code"] = code
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(later, out)
-        gpu_parts.restore_results(content, out, [whole])
-        gpu_parts.write_results(out, [whole])
+        gpu_results.restore_results(content, out, [whole])
+        gpu_results.write_results(out, [whole])
         assert json.loads((out / "gpu.json").read_text())["steps"][0]["result"] == expected
-    gpu_parts.restore_results(json.loads((later / "gpu.json").read_text()), tmp_path / "x", [whole])
-    assert not gpu_parts.has_passed(tmp_path / "x", whole)
+    gpu_results.restore_results(
+        json.loads((later / "gpu.json").read_text()), tmp_path / "x", [whole]
+    )
+    assert not gpu_results.has_passed(tmp_path / "x", whole)
 
 
 def test_kernels_are_compiled_several_at_a_time_while_tests_run(

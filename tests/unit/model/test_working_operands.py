@@ -15,7 +15,7 @@ from shardwright.model.decoder import Decoder
 from shardwright.model.moe import ExpertStack
 from shardwright.model.products.fp8 import QuantisedMatrix
 from shardwright.model.products.linear import Linear
-from shardwright.model.products.operand import PRODUCT_SCALINGS
+from shardwright.model.products.operand import PRODUCT_SCALINGS, list_compiler_options
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.model.products.working_operands import (
     WorkingOperands,
@@ -166,7 +166,7 @@ def test_codes_are_written_before_their_block() -> None:
 @pytest.mark.parametrize("name", PRODUCT_SCALINGS)
 def test_compiled_code_writes_the_same_codes(name: str) -> None:
     plain, compiled = (build_layer(name, is_emulated=False) for _ in range(2))
-    fill = compile_function(fill_operands, max_graphs=8)
+    fill = compile_function(fill_operands, max_graphs=8, options=list_compiler_options(name))
     WorkingWeights(plain, torch.bfloat16).update()
     WorkingWeights(compiled, torch.bfloat16, fill).update()
     assert plain.scaled is not None

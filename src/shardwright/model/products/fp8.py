@@ -67,6 +67,11 @@ class Scaling:
         """True if one scale covers the operand."""
         return self.rows is None and self.columns is None
 
+    @property
+    def is_column(self) -> bool:
+        """True if each column has a scale."""
+        return self.rows is None and self.columns == 1
+
 
 @dataclass(frozen=True)
 class ProductScaling:

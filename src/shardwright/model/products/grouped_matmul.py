@@ -14,6 +14,8 @@ from torch import Tensor
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROW_ALIGNMENT_BYTES = 16
+_NUM_ONES = 8
+"""Columns of ones that sum rows: so many are aligned in 16 and 32 bits."""
 
 
 def multiply_grouped(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transposed: bool) -> Tensor:
@@ -37,6 +39,41 @@ def compute_grouped_weight_gradient(x_MD: Tensor, y_MF: Tensor, counts_E: Tensor
     """Compute x^T y over each expert's rows, `[E, D, F]`; zeros for an expert without rows."""
     gradient_EDF: Tensor = _weight_gradient(x_MD, y_MF, counts_E)
     return gradient_EDF
+
+
+def repeat_by_expert(bias_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+    """Repeat each expert's vector for its rows, `[M, F]`.
+
+    If `counts_E` has one more entry, so many rows of zeros follow. Their gradients are not read.
+    The gradient of a vector is a product with ones, so it is summed in fp32 and rounded once, in
+    an order of its own. That of `index_select` on CUDA is rounded to 16 bits at each of its
+    atomic additions, in any order.
+    """
+    rows: Tensor = _RowRepetition.apply(bias_EF, counts_E, num_rows)
+    return rows
+
+
+class _RowRepetition(torch.autograd.Function):
+    @staticmethod
+    def forward(bias_EF: Tensor, counts_E: Tensor, num_rows: int) -> Tensor:
+        num_padded = counts_E.shape[0] - bias_EF.shape[0]
+        if num_padded:
+            bias_EF = F.pad(bias_EF, (0, 0, 0, num_padded))
+        return bias_EF.repeat_interleave(counts_E, dim=0, output_size=num_rows)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        bias_EF, counts_E, _ = inputs
+        ctx.save_for_backward(counts_E)
+        ctx.num_experts = bias_EF.shape[0]
+
+    @staticmethod
+    def backward(ctx, gradient_MF):  # type: ignore[no-untyped-def]
+        (counts_E,) = ctx.saved_tensors
+        gradient_MF = gradient_MF.contiguous()
+        ones = gradient_MF.new_ones(gradient_MF.shape[0], _NUM_ONES)
+        sums = compute_grouped_weight_gradient(ones, gradient_MF, counts_E[: ctx.num_experts])
+        return sums[:, 0], None, None
 
 
 @torch.library.custom_op("shardwright::grouped_product", mutates_args=())

@@ -33,7 +33,7 @@ def list_compiler_options(recipe: str) -> dict[str, Any]:
     both: a kernel that goes along rows and writes each byte of a column by itself.
     """
     operands = PRODUCT_SCALINGS[recipe].weight_gradient or ()
-    has_columns = any(each.rows is None and each.columns == 1 for each in operands)
+    has_columns = any(isinstance(each, Scaling) and each.is_column for each in operands)
     return {"loop_ordering_after_fusion": False} if has_columns else {}
 
 

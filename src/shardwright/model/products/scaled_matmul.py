@@ -117,11 +117,12 @@ def _order_codes(codes_RC: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return codes_RC.contiguous()
     if codes_RC.t().is_contiguous():
-        codes_RC = _put_in_memory(codes_RC.t()).t()
-    return _put_in_memory(codes_RC.contiguous())
+        codes_RC = put_in_memory(codes_RC.t()).t()
+    return put_in_memory(codes_RC.contiguous())
 
 
-def _put_in_memory(codes_RC: Tensor) -> Tensor:
+def put_in_memory(codes_RC: Tensor) -> Tensor:
+    """Return the same codes; compiled code writes them in this order before it reads them."""
     return codes_RC.as_strided(codes_RC.shape, codes_RC.stride())
 
 

@@ -24,6 +24,7 @@ from shardwright.model.products.operand import (
     list_scales,
     quantise,
 )
+from shardwright.model.products.scaled_matmul import put_in_memory
 
 
 class WorkingOperands(NamedTuple):
@@ -33,6 +34,12 @@ class WorkingOperands(NamedTuple):
     input_gradient: Operand
     dtype: torch.dtype
     """Precision of the values that are quantised, and of the products that read them."""
+    column_codes: Tensor | None = None
+    """Memory of the codes for the input gradient, `[K, N]`, if its columns have a scale each.
+
+    Compiled code writes other codes in both orders at once, by tiles. Those of columns are computed
+    in a reduction over rows, which would write them byte by byte. So they are transposed
+    afterwards, in a pass over bytes."""
 
     def list_sets(self) -> list[Operand]:
         """Return the operands, or one if it is that of both products."""
@@ -52,7 +59,9 @@ def allocate_operands(
         return WorkingOperands(output, output, dtype)
     is_column_major = not (is_stack or is_emulated)
     input_gradient = _allocate(weight, scalings[1], dtype, is_column_major=is_column_major)
-    return WorkingOperands(output, input_gradient, dtype)
+    has_columns = isinstance(scalings[1], Scaling) and scalings[1].is_column
+    column_codes = input_gradient.codes.t() if is_column_major and has_columns else None
+    return WorkingOperands(output, input_gradient, dtype, column_codes)
 
 
 def list_tensors(operand: Operand) -> list[Tensor]:
@@ -73,7 +82,12 @@ def fill_operands(
         scaling = operand.scaling
         if scaling not in known:
             known[scaling] = _invert_scales(quantise(values_RC, scaling, block_maxima))
-        for tensor, source in zip(list_tensors(operand), list_tensors(known[scaling]), strict=True):
+        targets = list_tensors(operand)
+        sources = list_tensors(known[scaling])
+        if operand is operands.input_gradient and operands.column_codes is not None:
+            targets[0] = operands.column_codes
+            sources[0] = put_in_memory(sources[0]).t()
+        for tensor, source in zip(targets, sources, strict=True):
             tensor.copy_(source)
 
 
