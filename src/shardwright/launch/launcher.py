@@ -172,11 +172,16 @@ def _set_rank_environment(num_ranks: int, control: Path) -> Iterator[None]:
 
 @contextmanager
 def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[None]:
-    """Forward stop signals to the ranks that have written their process id."""
+    """Forward stop signals to the ranks that have written their process id; kill them when a
+    further one interrupts this process."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if stop is not None:
-            stop.record(number)
+        try:
+            if stop is not None:
+                stop.record(number)
+        except KeyboardInterrupt:
+            request_stop(control, signal.SIGKILL)
+            raise
         request_stop(control, number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}

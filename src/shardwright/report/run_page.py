@@ -37,7 +37,13 @@ from shardwright.report.rank_panel import build_rank_panel
 from shardwright.report.recorded_run import RUNNING_STATUS, Run, summarise_run
 from shardwright.telemetry.event_log import FailureEvent, SkippedStepEvent, WarningEvent
 from shardwright.telemetry.sinks import describe_event
-from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from shardwright.units import (
+    format_bytes,
+    format_count,
+    format_flops_per_second,
+    format_items,
+    format_seconds,
+)
 
 _MAX_LISTED_WARNINGS = 40
 """Largest number of folded warnings listed above the charts."""
@@ -97,7 +103,7 @@ def _render_run_head(run: Run, summary: dict[str, Any]) -> str:
     if start is not None:
         lead = (
             f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
-            f"{start.world_size} rank{'s' if start.world_size != 1 else ''} on {start.host}"
+            f"{format_items(start.world_size, 'rank')} on {start.host}"
         )
     folder = run.path.resolve().name
     if folder != run.name:

@@ -11,7 +11,13 @@ from shardwright.report.downsampling import FloatArray, compute_bin_means
 from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import FailureEvent
 from shardwright.telemetry.sinks import describe_event
-from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from shardwright.units import (
+    format_bytes,
+    format_count,
+    format_flops_per_second,
+    format_items,
+    format_seconds,
+)
 
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
@@ -141,7 +147,7 @@ def _format_history(summary: dict[str, Any]) -> str | None:
         *("skipped_steps", "withdrawn_steps"),
     )
     counts = [
-        f"{count:,} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
+        format_items(count, name.replace("_", " ").removesuffix("s"))
         for name in names
         if (count := summary[name])
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -132,6 +133,21 @@ def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_second_ctrl_c_interrupts_the_process_that_the_user_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr("shardwright.launch.stop_signals.time.monotonic", lambda: next(clock))
+    with listen_for_stop(is_foreground=True) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "saves after this step" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, from a program that forwards it
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.cause == signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("outcome", [None, Preempted("saved")])
 def test_a_stop_signal_does_not_kill_a_rank_that_exits(
     outcome: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +202,17 @@ def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         RunFolder.open_existing(tmp_path)
+
+
+def test_a_full_disk_leaves_no_run_folder(tmp_path: Path) -> None:
+    def save_tokenizer(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe = build_recipe(tmp_path / "run")
+    folder = RunFolder.from_recipe(recipe)
+    with pytest.raises(InputError, match=r"run\.dir: .*No space left.*Free space"):
+        folder.write_metadata(recipe, {}, {}, save_tokenizer=save_tokenizer)
+    assert not folder.is_started
 
 
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
