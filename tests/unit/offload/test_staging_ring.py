@@ -34,7 +34,8 @@ def test_buckets_never_overlap_and_all_memory_is_used() -> None:
 def test_requests_are_served_in_their_order_and_cancelled_at_the_end() -> None:
     ring = StagingRing(torch.empty(100, dtype=torch.uint8))
     first = ring.take(60).result(0)
-    second, third = ring.take(80), ring.take(10)
+    second = ring.take(80)
+    third = ring.take(10)
     assert not second.done()
     assert not third.done(), "it overtook an earlier request"
     ring.give_back(first)
