@@ -35,7 +35,7 @@ from shardwright.report.part_panels import (
 from shardwright.report.pipeline_panels import build_pipeline_panels
 from shardwright.report.rank_panel import build_rank_panel
 from shardwright.report.recorded_run import RUNNING_STATUS, Run, summarise_run
-from shardwright.telemetry.event_log import FailureEvent, SkippedStepEvent, WarningEvent
+from shardwright.telemetry.event_log import SkippedStepEvent, WarningEvent
 from shardwright.telemetry.sinks import describe_event
 from shardwright.units import (
     format_bytes,
@@ -207,13 +207,18 @@ def _format_alignment(column: str) -> str:
 
 
 def _render_notices(run: Run, *, should_name_run: bool) -> str:
-    """Render failures, skipped steps, read problems and warnings.
+    """Render failures, restarts, skipped steps, read problems and warnings.
 
-    Of more than three warnings, all but two are folded.
+    A failure after which the run went on is no alarm. Of more than three warnings, all but two
+    are folded.
     """
     name = f"{run.name}: " if should_name_run else ""
     lines = [
-        ("notice bad", describe_event(event)) for event in run.log.filter_by_type(FailureEvent)
+        (
+            "notice bad" if run.status == "failed" and event is run.interruptions[-1] else "notice",
+            describe_event(event),
+        )
+        for event in run.interruptions
     ]
     skipped = sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events)
     if skipped:
