@@ -209,7 +209,7 @@ def _format_alignment(column: str) -> str:
 def _render_notices(run: Run, *, should_name_run: bool) -> str:
     """Render failures, restarts, skipped steps, read problems and warnings.
 
-    A failure after which the run went on is no alarm. Of more than three warnings, all but two
+    A failure that did not end the run is no alarm. Of more than three warnings, all but two
     are folded.
     """
     name = f"{run.name}: " if should_name_run else ""
