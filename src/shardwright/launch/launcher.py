@@ -19,6 +19,7 @@ from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     LAUNCHER_VARIABLE,
+    RESUME_ADVICE,
     attach_skipped_collective,
     find_cause,
     read_outcomes,
@@ -79,9 +80,7 @@ def launch_ranks(
         outcomes = read_outcomes(control)
         hang = watcher.diagnosis.message if watcher.diagnosis else pool and pool.diagnosis
         if hang:
-            raise RankFailed(
-                f"{hang}. All ranks have stopped; --resume continues from the last checkpoint"
-            )
+            raise RankFailed(f"{hang}{RESUME_ADVICE}")
         if endings.statuses:
             raise attach_skipped_collective(
                 find_cause(outcomes, endings.statuses, endings.ended_at_seconds),
