@@ -93,11 +93,9 @@ def _describe_event(event: Event, progress: RunProgress | None) -> str:
             line = f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
             return f"{line}: {event.summary}" if event.summary else line
         case RestartEvent():
-            return (
-                f"restart {event.number} of at most {event.max_restarts}, "
-                f"{format_items(event.world_size, 'rank')}: "
-                f"{event.reason}{_describe_survivors(event)}"
-            )
+            ranks = format_items(event.world_size, "rank")
+            head = f"restart {event.number} of at most {event.max_restarts}, {ranks}"
+            return f"{head}: {event.reason}{_describe_survivors(event)}"
         case ResumeEvent():
             lost = (
                 f"; finished steps lost: {event.steps_lost}" if event.steps_lost is not None else ""
