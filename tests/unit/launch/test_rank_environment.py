@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from shardwright.cluster.scheduler_variables import SCHEDULERS, SchedulerVariabl
 from shardwright.config import dump_recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import CheckpointError, ExitCode, InputError, Preempted
+from shardwright.launch.launcher import _forward_stop_signals
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     count_local_ranks,
@@ -133,11 +135,16 @@ def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Set the times at which stop signals arrive."""
+    clock = SimpleNamespace(monotonic=iter(seconds).__next__)
+    monkeypatch.setattr("shardwright.launch.stop_signals.time", clock)
+
+
 def test_a_second_ctrl_c_interrupts_the_process_that_the_user_started(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 0.5, 2.0])
-    monkeypatch.setattr("shardwright.launch.stop_signals.time.monotonic", lambda: next(clock))
+    set_clock(monkeypatch, 0.0, 0.5, 2.0)
     with listen_for_stop(is_foreground=True) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert "saves after this step" in capfd.readouterr().err
@@ -146,6 +153,25 @@ def test_a_second_ctrl_c_interrupts_the_process_that_the_user_started(
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.cause == signal.SIGINT
     assert capfd.readouterr().err == ""
+
+
+def test_a_second_ctrl_c_kills_the_ranks_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, 0.0, 2.0)
+    code = (
+        "import signal, time; signal.signal(2, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()  # it ignores SIGINT from here on
+        (tmp_path / "rank-0.pid").write_text(str(rank.pid))
+        with _forward_stop_signals(tmp_path, StopRequest(is_foreground=True)):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert rank.poll() is None
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert rank.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("outcome", [None, Preempted("saved")])
