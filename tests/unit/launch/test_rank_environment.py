@@ -148,7 +148,10 @@ def test_a_second_ctrl_c_interrupts_the_process_that_the_user_started(
     with listen_for_stop(is_foreground=True) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert "saves after this step" in capfd.readouterr().err
-        os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, from a program that forwards it
+        try:  # the same Ctrl-C, from a program that forwards it
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail("one Ctrl-C interrupted twice")
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.cause == signal.SIGINT
