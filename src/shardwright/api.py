@@ -234,7 +234,8 @@ def train(
     """Train a recipe, in this process unless `num_ranks` is more than one; return the run.
 
     Under torchrun or srun this process is one of their ranks, and ranks but the first return
-    None. Ctrl-C, SIGTERM and SIGUSR1 save a checkpoint and raise `Preempted`.
+    None. Ctrl-C, SIGTERM and SIGHUP save a checkpoint and raise `Preempted`; a second Ctrl-C
+    raises `KeyboardInterrupt` without saving.
 
     Args:
         num_ranks: ranks to start on this machine; default 1, in this process.

@@ -34,6 +34,16 @@ def format_count(value: float) -> str:
     return f"{size:.3g}T"
 
 
+def format_items(count: int, noun: str) -> str:
+    """Format a number of things, with a plural that ends in `s` or `es`.
+
+    >>> format_items(1, "rank"), format_items(0, "rank"), format_items(1200, "micro-batch")
+    ('1 rank', '0 ranks', '1,200 micro-batches')
+    """
+    plural = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{plural}"
+
+
 def format_seconds(seconds: float) -> str:
     """Format a duration in the units that people use.
 

@@ -173,7 +173,7 @@ def test_a_store_that_stays_down_fails_the_save_after_a_bounded_number_of_attemp
     save(1)
     store.proxy.forget()
     store.proxy.fault = lambda request: 503 if request.key.endswith("values.json") else None
-    with pytest.raises(SaveFailed, match=r"older checkpoints are intact.*SlowDown"):
+    with pytest.raises(SaveFailed, match=r"older checkpoints in .* are intact.*SlowDown"):
         save(2)
     attempts = [request for request in store.proxy.requests if request.key.endswith("values.json")]
     assert len([each for each in attempts if each.method == "PUT"]) == NUM_ATTEMPTS

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from shardwright.cli.main import run
 from shardwright.cli.verbs import VERBS
+from shardwright.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,6 +29,15 @@ def test_every_verb_in_the_readme_exists() -> None:
     verbs = set(re.findall(r"^shardwright +(\w+)", README, re.MULTILINE))
     assert verbs
     assert verbs <= set(VERBS)
+
+
+def test_the_quick_commands_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHON_STDLIB", str(ROOT))
+    lines = re.findall(r"^shardwright +((?:schedule|launch) [^#\n]*)", README, re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"schedule", "launch"}
+    for line in lines:
+        assert run(shlex.split(line)) == ExitCode.DONE, line
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])

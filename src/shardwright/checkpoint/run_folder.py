@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,16 +190,21 @@ class RunFolder:
         plan: dict[str, Any],
         config: dict[str, Any],
         prediction: dict[str, Any] | None = None,
+        save_tokenizer: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
         """Write recipe, plan, prediction and model configuration, each file atomically.
 
         Credentials in URLs are masked in the recipe.
+
+        Args:
+            save_tokenizer: writes the tokenizer's files to the given folder.
 
         Raises:
             InputError: The folder cannot be written.
         """
         self.create()
         try:
+            save_tokenizer(self.tokenizer_path)
             for path, text in (
                 (self.plan_path, json.dumps(plan, indent=2) + "\n"),
                 (self.config_path, json.dumps(config, indent=2) + "\n"),
@@ -220,5 +226,10 @@ class RunFolder:
 
     def _build_write_error(self, error: OSError) -> InputError:
         return InputError(
-            f"cannot be written: {error.strerror}", field="run.dir", got=str(self.path)
+            f"cannot be written: {error.strerror}",
+            field="run.dir",
+            got=str(self.path),
+            remedy="Free space, or name another folder (--run-dir)"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "Name another folder (--run-dir)",
         )

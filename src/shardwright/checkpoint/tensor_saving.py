@@ -185,7 +185,9 @@ def _write_files(
     except (OSError, RuntimeError, MemoryError, ShardwrightError) as error:
         fault = describe_error(error)
     reports = ranks.all_gather({"fault": fault, "files": files})
-    require_no_faults([report["fault"] for report in reports], "older checkpoints are intact")
+    require_no_faults(
+        [report["fault"] for report in reports], f"older checkpoints in {folder.parent} are intact"
+    )
     return Manifest(
         step=plan.step,
         world_size=ranks.world_size,
@@ -239,7 +241,7 @@ def _commit_folder(
             except OSError as error:  # the save itself succeeded
                 logger.warning("could not remove older checkpoints in %s: %s", root, error)
     result = ranks.broadcast_first(result)
-    require_no_faults([result["fault"]], "older checkpoints are intact")
+    require_no_faults([result["fault"]], f"older checkpoints in {root} are intact")
     return root / result["name"], [root / name for name in result["removed"]]
 
 

@@ -32,7 +32,7 @@ from shardwright.cli.output.console import open_console
 from shardwright.cli.output.json_output import print_json
 from shardwright.control_characters import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_items, format_seconds
 
 app = typer.Typer(
     help="List, verify and inspect checkpoints.", no_args_is_help=True, rich_markup_mode=None
@@ -135,9 +135,8 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
         return
     console = open_console()
     console.print(
-        f"{folder}: step {manifest.step}, saved by {manifest.world_size} rank"
-        f"{'s' if manifest.world_size != 1 else ''}, "
-        f"{manifest.written_by}; "
+        f"{folder}: step {manifest.step}, saved by "
+        f"{format_items(manifest.world_size, 'rank')}, {manifest.written_by}; "
         f"{len(manifest.tensors)} tensors of "
         f"{format_bytes(sum(entry.num_bytes for entry in manifest.tensors.values()))}"
     )

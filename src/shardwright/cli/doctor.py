@@ -20,6 +20,7 @@ from shardwright.errors import CheckFailed, InputError
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.layout import Layout, resolve_layout
 from shardwright.plans import resolve_precision
+from shardwright.units import format_items
 
 if TYPE_CHECKING:
     from shardwright.config import Recipe
@@ -230,7 +231,7 @@ def _print_diagnosis(
     content = diagnosis.as_dict()
     print_findings(diagnosis.findings, console)
     if html is not None:
-        ranks = f"{diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}"
+        ranks = f"{format_items(diagnosis.world_size, 'rank')}"
         device_name = diagnosis.device_name or diagnosis.device_kind
         lead = f"{ranks} of {device_name}, layout {diagnosis.layout or 'single rank'}"
         write_page(html, render_diagnosis("Doctor", lead, diagnosis.findings))

@@ -10,7 +10,7 @@ import typer
 
 from shardwright.cli.options import CheckpointChoice, JsonOutput, ModelPath, enable_log
 from shardwright.cli.output.json_output import print_json
-from shardwright.units import format_bytes, format_count
+from shardwright.units import format_bytes, format_count, format_items
 
 if TYPE_CHECKING:
     from shardwright.inference.adapter_export import ExportedAdapters
@@ -136,7 +136,7 @@ def _describe_folder(written: ExportedFolder, is_checked: bool) -> tuple[str, st
     )
     return (
         f"{format_count(written.num_parameters)} parameters",
-        f" in {num_files} file{'s' if num_files > 1 else ''}; {outcome}",
+        f" in {format_items(num_files, 'file')}; {outcome}",
     )
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import typer
 
@@ -18,7 +19,7 @@ from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.text_streams import escape_unencodable
 from shardwright.cli.verbs import VERBS, load_command
 from shardwright.control_characters import escape_control_characters
-from shardwright.errors import ExitCode, InputError, ShardwrightError
+from shardwright.errors import ExitCode, InputError, RunFailed, ShardwrightError
 from shardwright.masking import mask_secrets
 from shardwright.version import __version__
 
@@ -93,17 +94,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _report_error(error, as_json=as_json)
         return error.exit_code
     except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-            return _report_bug(error, as_json=as_json)
-        path = str(error.filename)
-        shown = (
-            path
-            if len(path) <= _MAX_SHOWN_CHARACTERS
-            else f"{path[:_MAX_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
-        )
-        refused = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
-        _report_error(refused, as_json=as_json)
-        return refused.exit_code
+        return _report_os_error(error, as_json=as_json)
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(
             error, "show"
@@ -113,6 +104,28 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json
             )
         return _report_bug(error, as_json=as_json)
+
+
+def _report_os_error(error: OSError, *, as_json: bool) -> ExitCode:
+    """Print an error of a path or of a full disk as one message, any other with its traceback."""
+    reported: ShardwrightError
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        path = str(error.filename)
+        shown = (
+            path
+            if len(path) <= _MAX_SHOWN_CHARACTERS
+            else f"{path[:_MAX_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
+        )
+        reported = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = error.filename or "a file or the standard output"  # a write does not name its file
+        reported = RunFailed(
+            f"{place} cannot be written: {error.strerror}. Free space and run the command again"
+        )
+    else:
+        return _report_bug(error, as_json=as_json)
+    _report_error(reported, as_json=as_json)
+    return reported.exit_code
 
 
 def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
@@ -128,9 +141,13 @@ def _report_bug(error: Exception, *, as_json: bool) -> ExitCode:
 def _report_end(code: ExitCode, kind: str, message: str, *, as_json: bool) -> ExitCode:
     """Under --json, print the error as an object on standard output; return the exit code."""
     if as_json:
-        content = {"kind": kind, "message": message, "exit_code": int(code)}
-        print_json({"error": content})
+        _print_json_error({"kind": kind, "message": message, "exit_code": int(code)})
     return code
+
+
+def _print_json_error(content: dict[str, object]) -> None:
+    with suppress(OSError):  # it may be standard output that cannot be written
+        print_json({"error": content})
 
 
 def _report_error(error: ShardwrightError, *, as_json: bool) -> None:
@@ -151,4 +168,4 @@ def _report_error(error: ShardwrightError, *, as_json: bool) -> None:
                 "allowed": error.allowed,
                 "remedy": error.remedy,
             }
-        print_json({"error": content})
+        _print_json_error(content)

@@ -224,8 +224,13 @@ def _describe_guess(cluster: Cluster) -> str | None:
     """Say that no rate of CPU ranks was measured; None on GPUs, and with a measured profile."""
     if cluster.accelerator.kind != "cpu" or cluster.profile is not None:
         return None
+    source = cluster.rates_source
+    if cluster.num_host_cores is None:
+        source = f"data sheet of {cluster.accelerator.name}, a whole socket for each rank"
+        if cluster.num_nodes > 1:
+            source += " (`cpu` means this machine on one node only)"
     return (
-        f"rates: {cluster.rates_source}; `shardwright doctor --calibrate` measures them, and "
+        f"rates: {source}; `shardwright doctor --calibrate` measures them, and "
         "--profile plans with them"
     )
 

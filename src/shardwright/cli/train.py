@@ -72,7 +72,8 @@ def train_command(
 ) -> None:
     """Train in one process, in several (--nproc), or as a rank of torchrun or srun.
 
-    Ctrl-C saves a checkpoint and exits with code 4.
+    Ctrl-C saves a checkpoint after the current step and exits with code 4; a second one exits
+    without saving.
     """
     if allow_drift and not (resume or resume_if_begun):
         raise InputError(

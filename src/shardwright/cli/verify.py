@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 OptionalRecipePath = Annotated[
-    Path | None, typer.Argument(metavar="[RECIPE]", help="YAML recipe; not with --all.")
+    Path | None, typer.Argument(metavar="RECIPE", help="YAML recipe; not with --all.")
 ]
 Layouts = Annotated[
     list[str] | None,

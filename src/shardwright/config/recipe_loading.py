@@ -316,6 +316,8 @@ def _build_recipe_error(
     )
 
 
+_EXPONENT = re.compile(r"[+-]?\d+e[+-]?\d+", re.IGNORECASE)
+"""Numbers of YAML 1.2 that are text in YAML 1.1."""
 _AUTO_TYPE = "literal['auto']"
 _UNION_TYPES = (RecomputeSection.__name__, _AUTO_TYPE)
 """Parts that pydantic adds to the location of a value with several types."""
@@ -374,7 +376,10 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
         keys = ", ".join(_get_section_fields(root, location))
         return RecipeError("not a section of keys", field=field, got=got, allowed=keys)
     problem, allowed = _translate_problem(item)
-    return RecipeError(problem, field=field, got=got, allowed=allowed)
+    remedy = None
+    if problem == "not a number" and place is None and _EXPONENT.fullmatch(str(item["input"])):
+        remedy = "PyYAML reads 1e-3 as text: write 1.0e-3, or give the path of the file"
+    return RecipeError(problem, field=field, got=got, allowed=allowed, remedy=remedy)
 
 
 def _translate_problem(item: Any) -> tuple[str, str | None]:

@@ -136,7 +136,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"not valid JSON: {error}", field="FILE", got=str(path)) from error
     if not isinstance(document, dict):
         raise InputError(
-            "a configuration must be a mapping", field="FILE", got=type(document).__name__
+            "a configuration must be a mapping",
+            field="FILE",
+            got=type(document).__name__,
+            allowed="a JSON file of DeepSpeed, or a YAML file of Accelerate or Axolotl",
         )
     return document
 

@@ -14,7 +14,7 @@ import psutil
 from shardwright.doctor.finding import Finding
 from shardwright.hardware.host_cpu import read_core_quota
 from shardwright.hardware.host_memory import read_available_memory, read_total_memory
-from shardwright.units import GIB_BYTES, format_bytes
+from shardwright.units import GIB_BYTES, format_bytes, format_items
 
 SECTION = "host"
 
@@ -145,7 +145,7 @@ def _judge_cores(host: Host, num_ranks: int) -> Finding:
     return _build_finding(
         "cores",
         num_ranks <= cores,
-        f"{host.num_cores} cores{quota}{numa} for {num_ranks} rank{'s' * (num_ranks != 1)}",
+        f"{host.num_cores} cores{quota}{numa} for {format_items(num_ranks, 'rank')}",
         f"Start at most {max(1, int(cores))} ranks here, or request more (--cpus-per-task)",
         cores=cores,
         numa_nodes=host.num_numa_nodes,

@@ -23,7 +23,7 @@ from shardwright.errors import CheckFailed
 from shardwright.launch.rank_environment import RankEnvironment
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.parallel.clock_sync import ClockOffset
-from shardwright.units import format_seconds
+from shardwright.units import format_items, format_seconds
 
 SECTION = "peers"
 
@@ -279,7 +279,7 @@ def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
     for rank, seat in rendezvous.locations.items():
         nodes.setdefault(seat.node, []).append(rank)
     value = (
-        f"{rendezvous.world_size} ranks on {len(nodes)} node{'s' * (len(nodes) != 1)} connected "
+        f"{rendezvous.world_size} ranks on {format_items(len(nodes), 'node')} connected "
         f"at {rendezvous.endpoint} in {rendezvous.seconds:.1f} s"
     )
     numbers = {"seconds": rendezvous.seconds, "nodes": len(nodes)}

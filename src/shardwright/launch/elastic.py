@@ -24,6 +24,7 @@ from shardwright.errors import (
     RunFailed,
     SaveFailed,
 )
+from shardwright.launch.rank_outcome import RESUME_ADVICE
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.plans import resolve_degrees
 
@@ -155,7 +156,7 @@ def run_with_restarts(
                 # After running out of memory, fewer ranks would need even more memory each.
                 size = _find_size_that_fits(size, find_smaller, count_slots()) or size
             number = attempt.number + 1
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].removesuffix(RESUME_ADVICE)
         num_failed_growths += is_failed_growth
         every_steps = recipe.elastic.grow_after_steps
         attempt = LaunchAttempt(

@@ -19,6 +19,7 @@ from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.rank_outcome import (
     CONTROL_VARIABLE,
     LAUNCHER_VARIABLE,
+    RESUME_ADVICE,
     attach_skipped_collective,
     find_cause,
     read_outcomes,
@@ -79,9 +80,7 @@ def launch_ranks(
         outcomes = read_outcomes(control)
         hang = watcher.diagnosis.message if watcher.diagnosis else pool and pool.diagnosis
         if hang:
-            raise RankFailed(
-                f"{hang}. All ranks have stopped; --resume continues from the last checkpoint"
-            )
+            raise RankFailed(f"{hang}{RESUME_ADVICE}")
         if endings.statuses:
             raise attach_skipped_collective(
                 find_cause(outcomes, endings.statuses, endings.ended_at_seconds),
@@ -172,11 +171,16 @@ def _set_rank_environment(num_ranks: int, control: Path) -> Iterator[None]:
 
 @contextmanager
 def _forward_stop_signals(control: Path, stop: StopRequest | None) -> Iterator[None]:
-    """Forward stop signals to the ranks that have written their process id."""
+    """Forward stop signals to the ranks that have written their process id; kill them when a
+    further one interrupts this process."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if stop is not None:
-            stop.record(number)
+        try:
+            if stop is not None:
+                stop.record(number)
+        except KeyboardInterrupt:
+            request_stop(control, signal.SIGKILL)
+            raise
         request_stop(control, number)
 
     former = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}

@@ -148,6 +148,8 @@ def read_outcomes(folder: Path) -> list[RankOutcome]:
     return sorted(outcomes, key=lambda outcome: outcome.at_seconds)
 
 
+RESUME_ADVICE = ". All ranks have stopped; --resume continues from the last checkpoint"
+"""End of the message about a lost rank; false if the launcher restarts the ranks."""
 _TEARDOWN_SECONDS = 10.0
 """Seconds after another rank's failure from which a SIGKILL means that the rank was hanging:
 the launcher kills ranks that do not exit within 30 seconds."""
@@ -191,10 +193,7 @@ def find_cause(
                 continue
             name = signal.Signals(-status).name
             hint = "; the system may be out of memory" if name == "SIGKILL" else ""
-            return RankFailed(
-                f"rank {rank} was killed by {name}{hint}. "
-                "All ranks have stopped; --resume continues from the last checkpoint"
-            )
+            return RankFailed(f"rank {rank} was killed by {name}{hint}{RESUME_ADVICE}")
     for outcome in failed:
         if outcome.exit_code == ExitCode.WRONG_INPUT:
             kind = getattr(errors, outcome.kind, InputError)
@@ -207,8 +206,7 @@ def find_cause(
         if hung and is_lost_peer_message(first.message):
             return RankFailed(
                 f"rank {hung[0]} hung: rank {first.rank} timed out waiting for it "
-                f"({extract_first_line(first.message)}). "
-                "All ranks have stopped; --resume continues from the last checkpoint"
+                f"({extract_first_line(first.message)}){RESUME_ADVICE}"
             )
         known = getattr(errors, first.kind, None)
         if isinstance(known, type) and issubclass(known, ShardwrightError):

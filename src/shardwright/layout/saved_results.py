@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from shardwright.units import format_bytes, format_seconds
+from shardwright.units import format_bytes, format_items, format_seconds
 
 ResultName = Literal[
     "gathered", "attention", "projections", "attention_out", "gate_up", "down", "experts"
@@ -72,7 +72,7 @@ class RecomputeChoice:
     def describe_layers(self) -> str:
         """Describe the results that the layers keep, in one line."""
         return "; ".join(
-            f"{count} {'layer' if count == 1 else 'layers'}: {describe_results(results)}"
+            f"{format_items(count, 'layer')}: {describe_results(results)}"
             for results, count in self.count_layers().items()
         )
 

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -112,7 +113,19 @@ class DiskStore:
         """Start to read a bucket into staging memory, as soon as there is enough."""
         self._unmap()
         pending_write = self._writes.pop(index, None)
-        return Swap(index, bucket, self._reader.submit(self._read, index, bucket, pending_write))
+        parts: Future[list[Tensor]] = Future()
+
+        def start(memory: Future[StagedBucket]) -> None:
+            if memory.cancelled():
+                parts.cancel()
+                return
+            staged = self._staged[index] = memory.result()
+            with suppress(RuntimeError):  # the interpreter exits, and nobody waits for the parts
+                read = self._reader.submit(self._read, staged, bucket, pending_write)
+                read.add_done_callback(partial(_pass_result, parts))
+
+        self._take(index, bucket.num_bytes).add_done_callback(start)
+        return Swap(index, bucket, parts)
 
     def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
         """Start to write a bucket; its staging memory is free again when it has been written."""
@@ -155,6 +168,13 @@ class DiskStore:
         if self._failed_write is not None:
             raise self._failed_write
 
+    def _take(self, index: int, num_bytes: int) -> Future[StagedBucket]:
+        if index not in self._resident:
+            return self._ring.take(num_bytes)
+        resident: Future[StagedBucket] = Future()
+        resident.set_result(self._resident[index])
+        return resident
+
     def _give_back(self, index: int, staged: StagedBucket) -> None:
         if index not in self._resident:
             self._ring.give_back(staged)
@@ -167,14 +187,12 @@ class DiskStore:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _read(
-        self, index: int, bucket: StateBucket, pending_write: Future[None] | None
+        self, staged: StagedBucket, bucket: StateBucket, pending_write: Future[None] | None
     ) -> list[Tensor]:
         """Read a bucket, on the reader thread."""
         if pending_write is not None:
             pending_write.result()
         self._check_writes()
-        staged = self._resident.get(index) or self._ring.take(bucket.num_bytes)
-        self._staged[index] = staged
         parts = _split_buffer(staged.memory, bucket)
         start_seconds = time.perf_counter()
         for part, place in zip(parts, bucket.ranges, strict=True):
@@ -222,6 +240,16 @@ class DiskStore:
                 f"offload.dir: the scratch file in {self._folder} could not be {verb}: "
                 f"{error.strerror or error}. The last checkpoint is intact: resume from it"
             ) from error
+
+
+def _pass_result(target: Future[list[Tensor]], source: Future[list[Tensor]]) -> None:
+    """End a future as another one has ended."""
+    if source.cancelled():
+        target.cancel()
+    elif error := source.exception():
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
 
 
 def _split_buffer(buffer: Tensor, bucket: StateBucket) -> list[Tensor]:

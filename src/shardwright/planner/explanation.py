@@ -19,7 +19,7 @@ from shardwright.planner.search.result import SearchResult
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.time.compute import compute_scaled_product_seconds
 from shardwright.planner.uncertainty import format_probability
-from shardwright.units import format_bytes, format_seconds
+from shardwright.units import format_bytes, format_items, format_seconds
 
 EXAMPLE_LORA_RANK = 16
 
@@ -236,7 +236,7 @@ def explain_gathers(facts: ModelFacts, candidate: Candidate) -> str:
     gathers = None if shares is None else shares.code_gathers
     if gathers is None:
         return "Weights are gathered in bf16: they are stored as [in, out]."
-    rows = f"{gathers.block_rows} row{'s' * (gathers.block_rows > 1)}"
+    rows = format_items(gathers.block_rows, "row")
     blocks = f"8-bit gathers need whole blocks of {rows} on each rank."
     if share:
         return (

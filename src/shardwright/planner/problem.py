@@ -58,7 +58,8 @@ def read_planning_shape(recipe: Recipe) -> ModelShape:
         raise ArchitectureError(
             "vocab_size is needed to count parameters and logits",
             field="model.config.vocab_size",
-            remedy="Set it in config.json; planning does not read the tokenizer",
+            remedy="Set it, e.g. --set model.config.vocab_size=32000; planning does not read the "
+            "tokenizer, whose number `shardwright data` prints",
         )
     shape = read_config(config)
     if shape.num_layers > _MAX_LAYERS:

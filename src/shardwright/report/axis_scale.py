@@ -49,11 +49,15 @@ def pad_range(low: float, high: float, *, is_log: bool = False) -> tuple[float, 
     return low - margin, high + margin
 
 
-def find_ticks(low: float, high: float, num_ticks: int, *, is_log: bool = False) -> list[float]:
-    """Return about `num_ticks` round values inside the range.
+def find_ticks(
+    low: float, high: float, num_ticks: int, *, is_log: bool = False, is_whole: bool = False
+) -> list[float]:
+    """Return about `num_ticks` round values inside the range, with `is_whole` integers.
 
     >>> find_ticks(0, 1000, 5), find_ticks(1e-4, 1e-2, 3, is_log=True)
     ([0.0, 200.0, 400.0, 600.0, 800.0, 1000.0], [0.0001, 0.001, 0.01])
+    >>> find_ticks(1, 20, 8), find_ticks(1, 20, 8, is_whole=True)
+    ([2.5, 5.0, 7.5, 10.0, 12.5, 15.0, 17.5, 20.0], [5.0, 10.0, 15.0, 20.0])
     """
     if is_log and high / low >= 3:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -65,7 +69,8 @@ def find_ticks(low: float, high: float, num_ticks: int, *, is_log: bool = False)
         return ticks[:: math.ceil(len(ticks) / num_ticks)]
     rough = (high - low) / max(1, num_ticks)
     magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
+    steps = [m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999]
+    step = next((size for size in steps if not is_whole or size == round(size) > 0), 1.0)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     decimals = max(0, 2 - math.floor(math.log10(step)))

@@ -250,7 +250,7 @@ def _draw_axes(canvas: _Canvas) -> None:
             f'<text x="{canvas.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
         )
     count = max(2, min(8, int((canvas.right - canvas.left) / 64)))
-    x_ticks = find_ticks(canvas.x.low, canvas.x.high, count)
+    x_ticks = find_ticks(canvas.x.low, canvas.x.high, count, is_whole=frame.x_label == "step")
     for tick, text in zip(x_ticks, format_ticks(x_ticks), strict=True):
         x = canvas.x(tick)
         out.append(f'<path class="grid" d="M{x:.1f} {canvas.bottom:.1f}v4"/>')
@@ -300,6 +300,11 @@ def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
             if below is not None
             else [(x, canvas.bottom) for x, _ in points]
         )
+        if len(points) == 1:  # a bar: an area of no width cannot be seen
+            points, base = (
+                [(x + shift, y) for x, y in place for shift in (-6.0, 6.0)]
+                for place in (points, base)
+            )
         return (
             f'<path class="area f{item.palette_index}" style="fill:var(--c{item.palette_index})" '
             f'd="{_format_path(points + base[::-1])}Z"/>'
@@ -307,14 +312,19 @@ def _draw_series(canvas: _Canvas, item: Series, below: Series | None) -> str:
     x, y = thin_points(item.x, item.y, buckets)
     points = _compute_points(canvas, x, y)
     if item.style == "dots":
-        dots = "".join(
-            f'<circle class="dot f{item.palette_index}" cx="{px:.1f}" cy="{py:.1f}" r="3.2"/>'
-            for px, py in points[:: max(1, len(points) // 60)]
-        )
+        dots = _draw_dots(points[:: max(1, len(points) // 60)], item.palette_index)
         return f'<path class="dashed s{item.palette_index}" d="{_format_path(points)}"/>{dots}'
+    if len(points) == 1:  # a line of no length cannot be seen
+        return _draw_dots(points, item.palette_index)
     # When the palette repeats, dashes distinguish the curves.
     style = "dashed" if item.style == "line" and item.colour >= NUM_COLOURS else item.style
     return f'<path class="{style} s{item.palette_index}" d="{_format_path(points)}"/>'
+
+
+def _draw_dots(points: list[tuple[float, float]], colour: int) -> str:
+    return "".join(
+        f'<circle class="dot f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"/>' for x, y in points
+    )
 
 
 def _compute_points(canvas: _Canvas, x: FloatArray, y: FloatArray) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ from shardwright.report.bar_chart import Bar, draw_bars
 from shardwright.report.page_shell import PICTURE_SIZES, Panel, Table
 from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import MemoryEvent
-from shardwright.units import GIB_BYTES, format_bytes, format_seconds
+from shardwright.units import GIB_BYTES, format_bytes, format_items, format_seconds
 
 _GOODPUT_TONES = {
     "useful": "c2", "set-up": "c0", "evaluations": "c3", "checkpoints": "c5",
@@ -179,11 +179,7 @@ def build_expert_panel(run: Run, key: str, title: str) -> Panel | None:
         f"{len(last)} recorded steps. Busiest: expert {worst[1]} of "
         f"sparse layer {worst[0]} with {load_LE.max():.2f} "
         "x. Orange is above the even share, blue below."
-        + (
-            f" {num_unused} expert{'s' if num_unused > 1 else ''} received none."
-            if num_unused
-            else ""
-        )
+        + (f" {format_items(num_unused, 'expert')} received none." if num_unused else "")
     )
     pictures = {
         name: _draw_heat_map(load_LE, width, f"{title}: {note}")

@@ -161,6 +161,21 @@ class Run:
         return content if isinstance(content, dict) else {}
 
     @property
+    def interruptions(self) -> list[FailureEvent | RestartEvent]:
+        """Failures and restarts in order of time.
+
+        A restart replaces the failure before it: it names the rank that was lost, and a failure
+        of another rank is only the consequence.
+        """
+        found: list[FailureEvent | RestartEvent] = []
+        for event in self.log.events:
+            if isinstance(event, RestartEvent) and found and isinstance(found[-1], FailureEvent):
+                found.pop()
+            if isinstance(event, FailureEvent | RestartEvent):
+                found.append(event)
+        return found
+
+    @property
     def status(self) -> str:
         """`completed`, `preempted`, `failed`, `not begun` (no events) or `RUNNING_STATUS`."""
         if not self.log.events:

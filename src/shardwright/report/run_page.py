@@ -35,9 +35,15 @@ from shardwright.report.part_panels import (
 from shardwright.report.pipeline_panels import build_pipeline_panels
 from shardwright.report.rank_panel import build_rank_panel
 from shardwright.report.recorded_run import RUNNING_STATUS, Run, summarise_run
-from shardwright.telemetry.event_log import FailureEvent, SkippedStepEvent, WarningEvent
+from shardwright.telemetry.event_log import SkippedStepEvent, WarningEvent
 from shardwright.telemetry.sinks import describe_event
-from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from shardwright.units import (
+    format_bytes,
+    format_count,
+    format_flops_per_second,
+    format_items,
+    format_seconds,
+)
 
 _MAX_LISTED_WARNINGS = 40
 """Largest number of folded warnings listed above the charts."""
@@ -97,7 +103,7 @@ def _render_run_head(run: Run, summary: dict[str, Any]) -> str:
     if start is not None:
         lead = (
             f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
-            f"{start.world_size} rank{'s' if start.world_size != 1 else ''} on {start.host}"
+            f"{format_items(start.world_size, 'rank')} on {start.host}"
         )
     folder = run.path.resolve().name
     if folder != run.name:
@@ -201,13 +207,18 @@ def _format_alignment(column: str) -> str:
 
 
 def _render_notices(run: Run, *, should_name_run: bool) -> str:
-    """Render failures, skipped steps, read problems and warnings.
+    """Render failures, restarts, skipped steps, read problems and warnings.
 
-    Of more than three warnings, all but two are folded.
+    A failure that did not end the run is no alarm. Of more than three warnings, all but two
+    are folded.
     """
     name = f"{run.name}: " if should_name_run else ""
     lines = [
-        ("notice bad", describe_event(event)) for event in run.log.filter_by_type(FailureEvent)
+        (
+            "notice bad" if run.status == "failed" and event is run.interruptions[-1] else "notice",
+            describe_event(event),
+        )
+        for event in run.interruptions
     ]
     skipped = sum(isinstance(event, SkippedStepEvent) for event in run.surviving_events)
     if skipped:

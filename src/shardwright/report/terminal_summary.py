@@ -9,9 +9,14 @@ import numpy as np
 
 from shardwright.report.downsampling import FloatArray, compute_bin_means
 from shardwright.report.recorded_run import Run
-from shardwright.telemetry.event_log import FailureEvent
 from shardwright.telemetry.sinks import describe_event
-from shardwright.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from shardwright.units import (
+    format_bytes,
+    format_count,
+    format_flops_per_second,
+    format_items,
+    format_seconds,
+)
 
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
@@ -72,7 +77,7 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
     ]
     lines = [f"{summary['name']}  ({summary['status']})"]
     lines += [f"  {name:<16}{text}" for name, text in facts if text is not None]
-    lines += [f"  {describe_event(event)}" for event in run.log.filter_by_type(FailureEvent)]
+    lines += [f"  {describe_event(event)}" for event in run.interruptions]
     lines += [f"  note: {problem}" for problem in summary["problems"]]
     return lines
 
@@ -137,11 +142,11 @@ def _format_memory(peaks: Sequence[int]) -> str | None:
 
 def _format_history(summary: dict[str, Any]) -> str | None:
     names = (
-        *("checkpoints", "resumes", "memory_resumes", "layout_changes", "lost_steps"),
+        *("checkpoints", "restarts", "resumes", "memory_resumes", "layout_changes", "lost_steps"),
         *("skipped_steps", "withdrawn_steps"),
     )
     counts = [
-        f"{count:,} {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
+        format_items(count, name.replace("_", " ").removesuffix("s"))
         for name in names
         if (count := summary[name])
     ]

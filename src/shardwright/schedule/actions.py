@@ -13,6 +13,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from shardwright.units import format_items
+
 ActionKind = Literal["F", "B", "I", "W"]
 
 ACTION_KINDS: dict[ActionKind, str] = {
@@ -133,10 +135,7 @@ class Schedule:
             (self.num_stages, "stage"),
             (self.num_micro_batches, "micro-batch"),
         )
-        return f"{self.name}: " + ", ".join(
-            f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
-            for number, noun in counts
-        )
+        return f"{self.name}: " + ", ".join(format_items(number, noun) for number, noun in counts)
 
 
 def assign_looped_stages(num_ranks: int, num_stages: int) -> tuple[int, ...]:

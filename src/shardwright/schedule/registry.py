@@ -25,6 +25,7 @@ from shardwright.schedule.builders import (
 )
 from shardwright.schedule.text_format import read_schedule
 from shardwright.schedule.validation import check_schedule
+from shardwright.units import format_items
 
 ActionRow = tuple[Action, ...]
 
@@ -89,7 +90,7 @@ def count_stages_per_rank(name: str, virtual_stages: int | None = None) -> int:
     fixed = 2 if family.stage_assignment == "folded" else 1
     if virtual_stages not in (None, fixed):
         raise ScheduleError(
-            f"{family.title} holds {fixed} stage{'s' if fixed > 1 else ''} on each rank",
+            f"{family.title} holds {format_items(fixed, 'stage')} on each rank",
             field="virtual_stages",
             got=virtual_stages,
             allowed=str(fixed),

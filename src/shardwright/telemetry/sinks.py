@@ -32,7 +32,7 @@ from shardwright.telemetry.event_log import (
     WarningEvent,
 )
 from shardwright.telemetry.meter import RunProgress
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_items, format_seconds
 
 
 class Sink(Protocol):
@@ -88,15 +88,14 @@ def _describe_event(event: Event, progress: RunProgress | None) -> str:
                 stall = f", training waited {format_seconds(event.stall_seconds)}"
             return f"checkpoint at step {event.step:,}  {name}  ({size} in {seconds}{stall})"
         case ProfileEvent():
-            ranks = _count_ranks(event.ranks)
+            ranks = format_items(event.ranks, "rank")
             clocks = f"clocks aligned within {format_seconds(event.clock_error_seconds)}"
             line = f"profile of step {event.step:,}  {event.path}  ({ranks}, {clocks})"
             return f"{line}: {event.summary}" if event.summary else line
         case RestartEvent():
-            return (
-                f"restart {event.number} of at most {event.max_restarts}, "
-                f"{_count_ranks(event.world_size)}: {event.reason}{_describe_survivors(event)}"
-            )
+            ranks = format_items(event.world_size, "rank")
+            head = f"restart {event.number} of at most {event.max_restarts}, {ranks}"
+            return f"{head}: {event.reason}{_describe_survivors(event)}"
         case ResumeEvent():
             lost = (
                 f"; finished steps lost: {event.steps_lost}" if event.steps_lost is not None else ""
@@ -219,12 +218,8 @@ def _describe_survivors(event: RestartEvent) -> str:
 def _describe_resizing(event: ReshardEvent) -> str:
     """Describe the change of the number of ranks, if the ranks before are known."""
     if event.former_world_size is None:
-        return f"for {_count_ranks(event.world_size)}: "
-    return f"from {_count_ranks(event.former_world_size)} to {event.world_size}: "
-
-
-def _count_ranks(num_ranks: int) -> str:
-    return f"{num_ranks} rank{'s' if num_ranks != 1 else ''}"
+        return f"for {format_items(event.world_size, 'rank')}: "
+    return f"from {format_items(event.former_world_size, 'rank')} to {event.world_size}: "
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

@@ -76,8 +76,8 @@ def write_run_folder(validated_run: ValidatedRun, folder: RunFolder, *, is_resum
         validated_run.plan.as_dict(),
         validated_run.shape.to_config(),
         prediction,
+        validated_run.data.tokenizer.save,
     )
-    validated_run.data.tokenizer.save(folder.tokenizer_path)
 
 
 def train_rank(

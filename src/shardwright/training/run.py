@@ -101,14 +101,14 @@ def train(
                 use_expandable_segments()  # the ranks inherit it
             with open_progress() as progress:
                 validate_run(recipe, world_size, progress=progress)
-            with listen_for_stop() as stop:
+            with listen_for_stop(is_foreground=True) as stop:
                 _train_in_ranks(
                     recipe, world_size, sizes, stop, nodes, resume=resume, allow_drift=allow_drift
                 )
         else:
             from shardwright.training.rank_run import train_rank
 
-            with listen_for_stop() as stop:
+            with listen_for_stop(is_foreground=ranks is None) as stop:
                 train_rank(
                     recipe,
                     ranks or RankEnvironment(),

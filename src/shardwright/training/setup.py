@@ -59,6 +59,7 @@ from shardwright.training.preference_objective import PreferenceObjective, has_f
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.step import TOKEN_OBJECTIVE, Objective
 from shardwright.training.training_state import TrainingState
+from shardwright.units import format_items
 from shardwright.version import __version__
 
 logger = logging.getLogger("shardwright")
@@ -379,4 +380,4 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"cpu ({threads} thread{'s' if threads != 1 else ''})"
+    return f"cpu ({format_items(threads, 'thread')})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -54,6 +55,21 @@ def test_unexpected_errors_exit_with_3_and_ctrl_c_with_130(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("words", [["schema"], ["schema", "--json"]])
+def test_a_full_disk_behind_the_standard_output_is_no_bug(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+        assert run(words) == ExitCode.RUN_FAILED
+    assert capsys.readouterr().err.startswith("error: a file or the standard output cannot be")
+
+
+def test_an_optional_argument_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["verify", "--help"])
+    assert "[OPTIONS] [RECIPE]\n" in capsys.readouterr().out
 
 
 def test_schema_is_one_object_with_and_without_json(capsys: pytest.CaptureFixture[str]) -> None:

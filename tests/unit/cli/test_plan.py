@@ -94,6 +94,22 @@ def test_a_plan_warns_of_cpu_ranks_that_share_cores(
     assert warning in printed
 
 
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        ([], "guessed from the"),
+        (["--nodes", "2"], "data sheet of EPYC-9654, a whole socket for each rank (`cpu` means"),
+    ],
+)
+def test_a_plan_for_cpus_states_the_source_of_rates(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], rates: str
+) -> None:
+    small = models.CONFIGS["llama"] | {"max_position_embeddings": 4096}
+    recipe.write_text(json.dumps(RECIPE | {"model": {"config": small}}), encoding="utf-8")
+    assert run(["plan", str(recipe), "--cluster", "2xcpu", *words, "--json"]) == ExitCode.DONE
+    assert f"rates: {rates}" in capsys.readouterr().err
+
+
 def test_tight_layouts_are_marked_and_not_chosen(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,7 +327,7 @@ def test_a_config_without_its_vocabulary_is_refused(
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(RECIPE | {"model": {"config": config}}), encoding="utf-8")
     assert run(["plan", str(path), *A100]) == ExitCode.WRONG_INPUT
-    assert "model.config.vocab_size" in capsys.readouterr().err
+    assert "--set model.config.vocab_size=" in capsys.readouterr().err
 
 
 def test_if_nothing_fits_a_sufficient_number_of_gpus_is_given(

@@ -95,6 +95,7 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
         (change_section("training", max_steps=True), "training.max_steps", "not a whole number"),
         (change_section("training", max_steps="7"), "training.max_steps", "without quotes"),
         (change_section("training", learning_rate="fast"), "training.learning_rate", "1e-3"),
+        (change_section("training", learning_rate="3e-3"), "training.learning_rate", "PyYAML"),
         ({**MINIMAL, "training": 3}, "training", "allowed: sequence_length, micro_batch_size"),
         ({**MINIMAL, "name": "my run"}, "name", "allowed: text that matches"),
         (change_section("training", decay_steps=3), "training", "warmup_stable_decay"),

@@ -428,7 +428,7 @@ def test_the_written_recipe_lists_missing_keys(
         ("a.json", None, "no such file"),
         ("a.json", "{", "not valid JSON: Expecting property name"),
         ("a.json", "[" * 100_000, "not valid JSON"),
-        ("a.yaml", "- 1", "a configuration must be a mapping"),
+        ("a.yaml", "- 1", "must be a mapping (got list; allowed: a JSON file of DeepSpeed"),
         ("a.yaml", "colour: blue", "the keys do not match those of any known system"),
     ],
 )

@@ -27,6 +27,7 @@ from shardwright.launch.elastic import (
     find_smaller_world_size,
     run_with_restarts,
 )
+from shardwright.launch.rank_outcome import RESUME_ADVICE
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.training.run import train
 from tests.unit.training.finished import CONFIG
@@ -100,7 +101,11 @@ class Launches:
 
 def test_a_lost_rank_causes_a_counted_restart(tmp_path: Path) -> None:
     launches = Launches(
-        tmp_path, RankFailed("rank 1 died\nlong story"), 4, RankFailed("rank 0 died"), None
+        tmp_path,
+        RankFailed("rank 1 died\nlong story"),
+        4,
+        RankFailed(f"rank 0 died{RESUME_ADVICE}"),
+        None,
     )
     run_with_restarts(build_recipe(tmp_path, max_restarts=2), 4, launches, StopRequest())
     assert launches.attempts == [

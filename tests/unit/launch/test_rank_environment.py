@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from shardwright.cluster.scheduler_variables import SCHEDULERS, SchedulerVariabl
 from shardwright.config import dump_recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import CheckpointError, ExitCode, InputError, Preempted
+from shardwright.launch.launcher import _forward_stop_signals
 from shardwright.launch.rank_environment import (
     RankEnvironment,
     count_local_ranks,
@@ -132,6 +135,48 @@ def test_a_stop_is_recorded_and_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Set the times at which stop signals arrive."""
+    clock = SimpleNamespace(monotonic=iter(seconds).__next__)
+    monkeypatch.setattr("shardwright.launch.stop_signals.time", clock)
+
+
+def test_a_second_ctrl_c_interrupts_the_process_that_the_user_started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_clock(monkeypatch, 0.0, 0.5, 2.0)
+    with listen_for_stop(is_foreground=True) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert "saves after this step" in capfd.readouterr().err
+        try:  # the same Ctrl-C, from a program that forwards it
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail("one Ctrl-C interrupted twice")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.cause == signal.SIGINT
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_ctrl_c_kills_the_ranks_of_a_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_clock(monkeypatch, 0.0, 2.0)
+    code = (
+        "import signal, time; signal.signal(2, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()  # it ignores SIGINT from here on
+        (tmp_path / "rank-0.pid").write_text(str(rank.pid))
+        with _forward_stop_signals(tmp_path, StopRequest(is_foreground=True)):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert rank.poll() is None
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert rank.wait(30) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("outcome", [None, Preempted("saved")])
 def test_a_stop_signal_does_not_kill_a_rank_that_exits(
     outcome: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +231,17 @@ def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         RunFolder.open_existing(tmp_path)
+
+
+def test_a_full_disk_leaves_no_run_folder(tmp_path: Path) -> None:
+    def save_tokenizer(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe = build_recipe(tmp_path / "run")
+    folder = RunFolder.from_recipe(recipe)
+    with pytest.raises(InputError, match=r"run\.dir: .*No space left.*Free space"):
+        folder.write_metadata(recipe, {}, {}, save_tokenizer=save_tokenizer)
+    assert not folder.is_started
 
 
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:

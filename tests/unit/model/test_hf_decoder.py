@@ -182,6 +182,11 @@ def test_the_shape_of_a_class_is_read() -> None:
         ),
         ({"model_type": "bart"}, {}, "is_encoder_decoder"),
         (
+            {"model_type": "gemma3", "text_config": {}},
+            {},
+            r"text_config: .*\(got model_type: gemma3_text\)",
+        ),
+        (
             HF_CONFIGS["opt"] | {"quantization_config": {"quant_method": "bitsandbytes"}},
             {},
             "quantization_config",
@@ -248,9 +253,11 @@ def test_code_in_the_folder_defines_the_class_if_trusted(
 
 
 def test_the_class_decides_which_parameters_16_bit_folders_store_in_fp32(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "shardwright")
     assert not any(spec.fp32_folders for spec in read_shape("opt").list_parameters())
+    assert "is cast" not in caplog.text
     monkeypatch.setattr(OPTPreTrainedModel, "_keep_in_fp32_modules", ["*.fc1"])
     monkeypatch.setattr(OPTPreTrainedModel, "_keep_in_fp32_modules_strict", ["final_layer_norm"])
     folders = {
@@ -269,6 +276,7 @@ def test_the_class_decides_which_parameters_16_bit_folders_store_in_fp32(
         "final_layer_norm.weight": strict,
         "final_layer_norm.bias": strict,
     }
+    assert "in bf16 also model.decoder.final_layer_norm.weight is cast" in caplog.text
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp", "cp", "ep"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
 import torch
 
-from shardwright.errors import OffloadFailed
 from shardwright.offload.staging_ring import StagedBucket, StagingRing
 
 
@@ -22,7 +22,7 @@ def test_buckets_never_overlap_and_all_memory_is_used() -> None:
         while ring._find(num_bytes) is None:
             # A release may free a later bucket before an earlier one.
             ring.give_back(staged.pop(choices.randrange(min(2, len(staged)))))
-        bucket = ring.take(num_bytes)
+        bucket = ring.take(num_bytes).result(0)
         assert bucket.memory.numel() == num_bytes
         assert bucket.end <= 1000
         assert all(bucket.end <= other.start or other.end <= bucket.start for other in staged)
@@ -31,24 +31,35 @@ def test_buckets_never_overlap_and_all_memory_is_used() -> None:
     assert most_bytes > 900
 
 
-def test_a_reader_waits_for_memory_and_ends_with_the_store() -> None:
+def test_requests_are_served_in_their_order_and_cancelled_at_the_end() -> None:
     ring = StagingRing(torch.empty(100, dtype=torch.uint8))
-    first = ring.take(60)
-    ends: list[int] = []
-
-    def take_twice() -> None:
-        ends.append(ring.take(80).end)
-        with pytest.raises(OffloadFailed):
-            ring.take(80)
-        ends.append(0)
-
-    thread = threading.Thread(target=take_twice)
-    thread.start()
-    thread.join(0.05)
-    assert ends == []
+    first = ring.take(60).result(0)
+    second = ring.take(80)
+    third = ring.take(10)
+    assert not second.done()
+    assert not third.done(), "it overtook an earlier request"
     ring.give_back(first)
-    while not ends:
-        thread.join(0.01)
+    assert [second.result(0).end, third.result(0).end] == [80, 90]
+    fourth = ring.take(80)
     ring.close()
-    thread.join()
-    assert ends == [80, 0]
+    assert fourth.cancelled()
+
+
+def test_a_script_that_fails_during_an_update_ends_without_closing_its_store(
+    tmp_path: Path,
+) -> None:
+    script = f"""
+from pathlib import Path
+from shardwright.offload.disk_store import DiskStore
+from shardwright.offload.state_buckets import ByteRange, StateBucket
+
+store = DiskStore(Path({str(tmp_path)!r}), [8192], capacity_bytes=4096)
+for index in range(2):  # the second one needs the memory of the first
+    store.swap_in(index, StateBucket((), (ByteRange(0, 4096 * index, 4096, 0),)))
+raise ValueError("training failed")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: training failed\n")

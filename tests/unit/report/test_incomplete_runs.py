@@ -11,7 +11,13 @@ import pytest
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import InputError
 from shardwright.report.recorded_run import load_runs, summarise_run
-from shardwright.telemetry.event_log import EVENTS_FILE_NAME, EvaluationEvent, WarningEvent
+from shardwright.telemetry.event_log import (
+    EVENTS_FILE_NAME,
+    EvaluationEvent,
+    FailureEvent,
+    RestartEvent,
+    WarningEvent,
+)
 from tests.unit.report.pages import PageParser, render
 from tests.unit.report.samples import falling, make_step, write_events, write_run
 from tests.unit.telemetry.samples import make_start_event
@@ -52,6 +58,28 @@ def test_incomplete_runs_have_a_page(tmp_path: Path, events: list[object]) -> No
     page = render(write_events(tmp_path / "odd", events))  # type: ignore[arg-type]
     PageParser().feed(page)
     json.dumps(summarise_run(load_runs([tmp_path / "odd"])[0]), allow_nan=False)
+
+
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_a_restart_replaces_the_failure_that_it_followed(
+    tmp_path: Path, is_restarted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [make_start_event(), make_step(1, 2.0), FailureEvent(rank=0, message="lost a peer")]
+    if is_restarted:
+        reason = "rank 1 was killed"
+        events += [
+            RestartEvent(number=1, max_restarts=2, world_size=1, reason=reason),
+            make_start_event(),
+            make_step(2, 2.0),
+        ]
+    run = write_events(tmp_path / "run", events)
+    page = render(run)
+    assert shardwright(["report", str(run)]) == 0
+    printed = capsys.readouterr().out
+    restart = "restart 1 of at most 2, 1 rank: rank 1 was killed"
+    assert (restart in printed, restart in page) == (is_restarted, is_restarted)
+    assert ("failed on rank 0: lost a peer" in printed) == (not is_restarted)
+    assert ('"notice bad"' in page) == (not is_restarted)
 
 
 def replace_values(run: Path, **values: object) -> None:

@@ -113,6 +113,15 @@ def test_unusual_data_are_drawn_without_error(y: list[float], log: bool) -> None
     assert ("no data" in svg) == (not any(map(math.isfinite, y)))
 
 
+def test_the_only_step_of_a_run_is_visible() -> None:
+    one = np.array([1.0])
+    svg = draw_curves([Series("a", one, one), Series("b", one, one, 1, "area")], ChartFrame())
+    assert svg.count("<circle") == 1
+    (bar,) = list_paths(svg, "area")
+    assert len({x for x, _ in bar}) == 2
+    assert re.findall(r'text-anchor="middle">([^<]*)', svg) == ["1"]
+
+
 def test_labels_do_not_overlap() -> None:
     x = np.arange(3.0)
     svg = draw_curves([Series(f"run {i}", x, x + 1e-6 * i, i) for i in range(6)], ChartFrame())
@@ -128,6 +137,13 @@ def test_ticks_are_few_increasing_and_in_range(low: float, width: float, count: 
     assert all(a < b for a, b in itertools.pairwise(ticks))
     slack = 1e-6 * width + 1e-12 * abs(low)
     assert all(low - slack <= tick <= low + width + slack for tick in ticks)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(2, 9))
+def test_ticks_of_steps_are_integers(low: int, width: int, count: int) -> None:
+    ticks = find_ticks(low, low + width, count, is_whole=True)
+    assert ticks
+    assert all(tick == round(tick) for tick in ticks)
 
 
 @given(st.floats(-12, 8), st.floats(0.5, 12))

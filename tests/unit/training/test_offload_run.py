@@ -181,7 +181,7 @@ def test_a_disk_that_cannot_be_read_during_a_save_ends_the_run_with_one_error(
     with pytest.raises(OffloadFailed, match="could not be read"):
         train(build_run(tmp_path, "run", "disk"))
     (warning,) = read_events(tmp_path / "run").filter_by_type(WarningEvent)
-    assert "older checkpoints are intact" in warning.message
+    assert f"older checkpoints in {tmp_path / 'run' / 'checkpoints'} are intact" in warning.message
     assert "offloaded states could not be read from disk" in warning.message
 
 

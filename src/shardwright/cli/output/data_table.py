@@ -13,6 +13,7 @@ from shardwright.data.data_report import SideReport
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.preview import DecodedSample, TrainingLength
 from shardwright.data.records.record_formats import RECORD_KINDS
+from shardwright.units import format_items
 
 MAX_BROKEN_SHOWN = 8
 _SUPERVISION_TEXTS = {
@@ -75,13 +76,11 @@ def render_report(
 def _render_sources(recipe: Recipe, prepared: PreparedData) -> Text:
     report = prepared.report
     records = report.records
-    facts = [_format_count(report.num_files, "file"), _format_count(records.num_records, "record")]
+    facts = [format_items(report.num_files, "file"), format_items(records.num_records, "record")]
     if records.num_empty_files:
-        facts.append(f"{_format_count(records.num_empty_files, 'empty file')} skipped")
+        facts.append(f"{format_items(records.num_empty_files, 'empty file')} skipped")
     if report.num_duplicates_dropped:
-        facts.append(
-            f"{_format_count(report.num_duplicates_dropped, 'held-out duplicate')} dropped"
-        )
+        facts.append(f"{format_items(report.num_duplicates_dropped, 'held-out duplicate')} dropped")
     text = Text.assemble((recipe.name, "bold"), "  ", " · ".join(facts))
     if records.num_broken:
         text.append(
@@ -146,10 +145,6 @@ def _render_formats(prepared: PreparedData) -> Table:
     return table
 
 
-def _format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _render_sides(recipe: Recipe, prepared: PreparedData) -> Table:
     sides = {"train": prepared.report.train}
     if prepared.report.validation is not None:
@@ -204,12 +199,12 @@ def _render_training_length(recipe: Recipe, length: TrainingLength, packing: str
     ranks = (
         ""
         if recipe.training.global_batch_size
-        else f" on {_format_count(length.data_ranks, 'data rank')}"
+        else f" on {format_items(length.data_ranks, 'data rank')}"
     )
     text = Text.assemble(
         "\nthe run reads ",
         (f"{length.num_epochs:.3g} epochs", "bold"),
-        f": {_format_count(length.num_steps, 'step')} of {length.global_batch_size:,} x "
+        f": {format_items(length.num_steps, 'step')} of {length.global_batch_size:,} x "
         f"{recipe.training.sequence_length:,}"
         f" = {at_most}{tokens:,} tokens{ranks}",
     )
@@ -246,7 +241,7 @@ def _render_histogram(side: SideReport, sequence_length: int) -> Table:
 def _render_broken(prepared: PreparedData) -> Text:
     records = prepared.report.records
     text = Text.assemble(
-        (f"skipped: {_format_count(records.num_broken, 'broken record')}", "yellow bold")
+        (f"skipped: {format_items(records.num_broken, 'broken record')}", "yellow bold")
     )
     for item in records.broken[:MAX_BROKEN_SHOWN]:
         text.append(f"\n  {item.file}:{item.line} ").append(item.reason, style="dim")
@@ -282,12 +277,10 @@ def _render_sample(
             f"\n... {len(sample.spans) - MAX_TOKENS_SHOWN:,} more tokens", style="dim italic"
         )
     num_documents = len({span.document for span in sample.spans})
-    facts = [_format_count(num_documents, "document")] if num_documents > 1 else []
+    facts = [format_items(num_documents, "document")] if num_documents > 1 else []
     facts.append(f"{sample.num_supervised:,} of {sequence_length:,} supervised")
     facts += (
-        [f"{_format_count(sample.num_padding, 'position')} of padding"]
-        if sample.num_padding
-        else []
+        [f"{format_items(sample.num_padding, 'position')} of padding"] if sample.num_padding else []
     )
     return Panel(
         text,

@@ -398,7 +398,8 @@ def _restore_tokenizer(
 
 def _save_tokenizer(fast: Any, config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    fast.save(str(folder / "tokenizer.json"))
+    # Not `fast.save`, which raises no OSError.
+    (folder / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

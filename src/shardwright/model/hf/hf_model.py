@@ -120,14 +120,21 @@ def _read_hf_shape(content: dict[str, Any], section: ModelSection) -> HFShape:
     logger.info(
         "%s is not a family of our decoder: it runs through transformers' %s, "
         "with zero_stage 0 to 3 and hybrid sharding; tp, pp, cp and ep are not available, "
-        "because the structure of its layers is not known%s",
+        "because the structure of its layers is not known%s%s",
         family,
         shape.class_name,
         ""
         if shape.has_plain_head
         else "; its logits are not only the head's product, so the full logits are in memory",
+        _describe_wide_weights(shape),
     )
     return shape
+
+
+def _describe_wide_weights(shape: HFShape) -> str:
+    """Name weights that the class itself keeps in fp32 in a bf16 model; a run casts them."""
+    wide = [spec.name for spec in shape.specs if "bf16" in spec.fp32_folders]
+    return f"; in bf16 also {wide[0]} is cast, which its class keeps in fp32" if wide else ""
 
 
 def _refuse_unsupported_config(config: Any, content: Mapping[str, Any]) -> None:
@@ -140,7 +147,10 @@ def _refuse_unsupported_config(config: Any, content: Mapping[str, Any]) -> None:
     }
     for field, reason in _REFUSAL_REASONS.items():
         if is_refused[field]:
-            raise ArchitectureError(reason, field=field, got=repr(content.get(field)))
+            got = repr(content.get(field))
+            if field == "text_config":  # a whole configuration
+                got = f"model_type: {config.get_text_config().model_type}"
+            raise ArchitectureError(reason, field=field, got=got)
 
 
 def _refuse_unsupported_module(module: nn.Module, config: Any) -> None:
