@@ -45,7 +45,7 @@ class RowActivations(NamedTuple):
             if self.is_offloaded
             else sum(map(mul, num_passes, self.layer_bytes))
         )
-        return num_rows * saved * (1 - 1e-9)  # less by rounding errors
+        return float(num_rows * saved) * (1 - 1e-9)  # less by rounding errors
 
 
 class DeferredActivations(NamedTuple):
