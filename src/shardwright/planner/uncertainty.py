@@ -27,6 +27,9 @@ ROWS_TO_HALVE = 10
 """Number of measured rows of a trainer or an accelerator generation that halves the variance
 that its lack of measurements causes."""
 
+OWN_TRAINER = "shardwright"
+"""Name of this package's engine."""
+
 ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "cpu"]
 """Causes of errors: `base` is a dense model under a measured trainer on a measured accelerator,
 `trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `cpu` replaces
@@ -150,7 +153,13 @@ class ErrorSpreads:
 
     def compute_ignorance(self, quantity: Quantity, name: str) -> float:
         """Return the factor of an unmeasured trainer's or generation's spread: 1 without rows,
-        towards 0 with many."""
+        towards 0 with many.
+
+        0 for the memory of our own engine: which tensors it has is not guessed, the planner's bytes
+        are those of the rehearsal within 3% (docs/planning.md, "Comparison with the rehearsal").
+        """
+        if quantity == "memory" and name == OWN_TRAINER:
+            return 0.0
         rows = self.num_rows.get(quantity, {}).get(name, 0)
         return float((1 + rows / ROWS_TO_HALVE) ** -0.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import pytest
 from benchmarks.gpu_figures import count_predicted_runs
@@ -13,14 +14,20 @@ from benchmarks.planner_intervals import (
     UnseenError,
     combine_sources,
     compute_unseen_errors,
+    load_public_errors,
     measure_coverage,
     measure_spreads,
     show_totals,
 )
 from benchmarks.planner_parameters import Parameter
 from benchmarks.planner_rows import Row, list_parts
+from benchmarks.public_rows import ROWS as PUBLIC_ROWS
 
-from shardwright.planner.published.measurements import extract_configuration, read_published_run
+from shardwright.planner.published.measurements import (
+    extract_configuration,
+    read_published_run,
+    read_rows,
+)
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.planner.uncertainty import ErrorSpread, ErrorSpreads
@@ -113,6 +120,22 @@ def test_every_source_counts_once_in_a_spread() -> None:
     assert spread.high == pytest.approx(0.1 + 0.1 * (level - 0.5) / 0.5)
     assert spread.low == pytest.approx(0.3 * (level - 0.5) / 0.5)
     assert combine_sources({}) == ErrorSpread()
+
+
+def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
+    errors = load_public_errors(ROWS)
+    raw = {row["id"]: row for row in read_rows(PUBLIC_ROWS)}
+    assert {error.row.case.id for error in errors} == set(raw)
+    for error in errors:
+        row = raw[error.row.case.id]
+        if "time" in error.errors:
+            predicted, measured = float(row["first_pred_tok"]), float(row["tokens_per_sec_per_gpu"])
+            assert error.errors["time"] == pytest.approx(log(predicted / measured))
+    # A trainer with rows in the fit is a measured one.
+    (known,) = {row.case.framework for row in ROWS}
+    causes = {error.row.case.framework: error.find_cause("time") for error in errors}
+    assert causes.get(known) != "trainer"
+    assert "trainer" in causes.values()
 
 
 def test_a_cause_has_the_variance_beyond_that_of_the_base() -> None:

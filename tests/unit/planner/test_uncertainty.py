@@ -69,6 +69,14 @@ def test_causes_add_up_and_shrink_with_measurements() -> None:
     assert other.high == pytest.approx(math.hypot(measured.high, 0.1), rel=1e-3)
 
 
+def test_memory_of_our_own_engine_has_no_error_of_an_unknown_trainer() -> None:
+    h100 = find_accelerator("H100")
+    own = SPREADS.get_uncertainty(h100, "shardwright", is_sparse=False)
+    other = SPREADS.get_uncertainty(h100, "new", is_sparse=False)
+    assert (own.memory.low, other.memory.low) == pytest.approx((0.03, 0.05))
+    assert own.time == other.time
+
+
 def test_measured_ranks_of_a_cpu_have_a_spread_of_their_own() -> None:
     cpu = find_accelerator("CPU")
     uncertainty = SPREADS.get_uncertainty(cpu, "shardwright", is_sparse=True, is_measured=True)
