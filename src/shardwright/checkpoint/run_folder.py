@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,19 @@ class RunFolder:
                 remedy="Start without --resume",
             )
 
+    def create(self) -> None:
+        """Create the folder, unless it exists; write nothing into it.
+
+        Raises:
+            InputError: It cannot be created or written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise self._build_write_error(error) from error
+
     def write_metadata(
         self,
         recipe: Recipe,
@@ -182,8 +197,8 @@ class RunFolder:
         Raises:
             InputError: The folder cannot be written.
         """
+        self.create()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             for path, text in (
                 (self.plan_path, json.dumps(plan, indent=2) + "\n"),
                 (self.config_path, json.dumps(config, indent=2) + "\n"),
@@ -201,6 +216,9 @@ class RunFolder:
                 partial.write_text(text, encoding="utf-8")
                 partial.replace(path)
         except OSError as error:
-            raise InputError(
-                f"cannot be written: {error.strerror}", field="run.dir", got=str(self.path)
-            ) from error
+            raise self._build_write_error(error) from error
+
+    def _build_write_error(self, error: OSError) -> InputError:
+        return InputError(
+            f"cannot be written: {error.strerror}", field="run.dir", got=str(self.path)
+        )

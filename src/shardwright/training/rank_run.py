@@ -160,7 +160,13 @@ def train_rank(
 
 @contextmanager
 def _open_logs(recipe: Recipe, folder: RunFolder, rank: int) -> Iterator[EventLogger]:
-    """Open the rank's events and its text log."""
+    """Open the rank's events and its text log.
+
+    Raises:
+        InputError: the folder cannot be written, or another process writes its events.
+    """
+    if rank == 0:
+        folder.create()
     with (
         open_event_logger(
             folder.path,

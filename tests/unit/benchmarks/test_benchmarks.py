@@ -388,7 +388,10 @@ def test_a_failing_case_does_not_stop_the_others(
     ]
     cases.append(gpu.GpuCase("tiny-lora", TINY["tiny-lora"], 64, ""))
     assert gpu.measure_cases(
-        cases, [], {}, argparse.Namespace(device="cpu", precision="fp32", out=tmp_path)
+        cases,
+        [],
+        {},
+        argparse.Namespace(device="cpu", precision="fp32", shapes="tiny", out=tmp_path),
     )
     result = json.loads((tmp_path / "one-gpu.json").read_text())
     assert [case["name"] for case in result["cases"]] == ["tiny-64"]
