@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.conditions import read_conditions
 from benchmarks.gpu_arguments import NUM_PARTS, parse_arguments
@@ -483,5 +483,12 @@ def publish(out: Path, steps: Sequence[Step]) -> int:
     return 0
 
 
+def end_with_steps(number: int, _frame: object) -> NoReturn:
+    """Exit at a signal, so that the running step is ended too: it has a session of its own, and
+    would occupy the device that the next call measures."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_with_steps)
     sys.exit(main())

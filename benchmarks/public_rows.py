@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner_rows import parse_number
+from benchmarks.planner_rows import format_bias, format_mean, format_share, parse_number
 from shardwright.planner.published.measurements import (
     extract_configuration,
     read_published_run,
@@ -87,15 +86,11 @@ def describe_errors(errors: Sequence[PublicError]) -> list[str]:
         ([e.memory for e in errors], [e.memory_inside for e in errors]),
     ):
         known = [value for value in values if value is not None]
-        if not known:
-            cells += ["0", "", "", ""]
-            continue
-        coverage = statistics.mean(bool(each) for each in inside if each is not None)
         cells += [
             str(len(known)),
-            f"{100 * statistics.mean(map(abs, known)):.1f}%",
-            f"{100 * statistics.median(known):+.1f}%",
-            f"{100 * coverage:.0f}%",
+            format_mean(known),
+            format_bias(known),
+            format_share(each for each in inside if each is not None),
         ]
     return cells
 

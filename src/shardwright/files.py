@@ -1,4 +1,5 @@
-"""Reading of files that a user names, bounded in time and size whatever the files are.
+"""Reading of files that a user names, bounded in time and size whatever the files are; the folder
+of caches.
 
 Opening a FIFO waits for its writer, and reading a terminal or /dev/zero never ends. So only
 regular files are opened, and text that is loaded whole has a largest size. Every failure is an
@@ -9,12 +10,17 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import select
 import stat
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+logger = logging.getLogger("shardwright")
 
 MAX_TEXT_BYTES = 256 * 1024**2
 """Largest file that is read as one text by default. A tokenizer.json takes up to about 40 MB.
@@ -33,6 +39,29 @@ _KINDS: tuple[tuple[int, FileKind], ...] = (
     (stat.S_IFCHR, "character device"),
     (stat.S_IFBLK, "block device"),
 )
+
+
+def find_user_cache() -> Path:
+    """Return ~/.cache/shardwright; without a home, a folder of the user's among temporary files.
+
+    A container may run under a user id that has no account, with HOME not set.
+    """
+    try:
+        return Path.home() / ".cache" / "shardwright"
+    except RuntimeError:
+        folder = Path(tempfile.gettempdir()) / f"shardwright-cache-{os.getuid()}"
+        _warn_of_missing_home(folder)
+        return folder
+
+
+@cache
+def _warn_of_missing_home(folder: Path) -> None:
+    logger.warning(
+        "HOME is not set and user %d has no account, so caches are in %s; set SHARDWRIGHT_CACHE to "
+        "a folder that stays",
+        os.getuid(),
+        folder,
+    )
 
 
 def detect_file_kind(path: str | Path) -> FileKind:

@@ -29,7 +29,7 @@ class AdapterSection(RecipeSection):
     lora."""
     rank: Positive | None = None
     """Rows of A and columns of B. Default: 16."""
-    alpha: Annotated[float, Field(gt=0)] | None = None
+    alpha: Annotated[float, Field(strict=True, gt=0)] | None = None
     """Numerator of the scale. Default: twice the rank."""
     dropout: Fraction = 0.0
     """Fraction of A's inputs that are zeroed in training; adapters of experts use no dropout,

@@ -49,7 +49,7 @@ class DataSource(RecipeSection):
     `{prompt: question, response: solution}`."""
     text_field: str = "text"
     """Field or column that holds the text, for records that are plain text."""
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Annotated[float, Field(strict=True, gt=0)] | None = None
     """Share of the training samples drawn from this source, relative to the other weights. Give
     a weight to all sources or to none. Without weights every sample is seen once per epoch."""
     glob: str | None = None
@@ -76,7 +76,7 @@ class WeightKnot(RecipeSection):
 
     step: NonNegative
     """First step with these weights, counted from 0."""
-    weights: tuple[Annotated[float, Field(ge=0)], ...] = Field(min_length=1)
+    weights: tuple[Annotated[float, Field(strict=True, ge=0)], ...] = Field(min_length=1)
     """One weight per source, in the order of `sources`; 0 leaves a source out."""
 
 

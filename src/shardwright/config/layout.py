@@ -47,7 +47,7 @@ class LayoutSection(RecipeSection):
     `deep_ep`: rows as `once_per_rank`, by the kernels of the package DeepEP (CUDA, bf16, 2, 4 or 8
     ranks of one node). `auto`: the one of `whole`, `halves` and `once_per_rank` with the shortest
     predicted step, for the recipe's cluster or this machine's GPUs; `whole` without either."""
-    expert_row_limit: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.25
+    expert_row_limit: Annotated[float, Field(strict=True, ge=1.0, allow_inf_nan=False)] = 1.25
     """With `expert_dispatch: padded`: limit of the rows that a rank sends to each other rank, as a
     multiple of the even share. Raised during a run in which steps are repeated."""
     cp_method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"

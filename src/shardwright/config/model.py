@@ -138,15 +138,15 @@ class MoeSection(RecipeSection):
     """Load balancing over the experts of a mixture-of-experts model; active in training
     only."""
 
-    balance_loss_coefficient: Annotated[float, Field(ge=0)] | None = None
+    balance_loss_coefficient: Annotated[float, Field(strict=True, ge=0)] | None = None
     """Weight of the auxiliary balance loss, counted per sequence. Default: router_aux_loss_coef
     of the model's config.json, or 0 for a family without that field."""
-    z_loss_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    z_loss_coefficient: Annotated[float, Field(strict=True, ge=0)] = 0.0
     """Weight of the router z-loss, which keeps the router's logits small; 0.001 is usual when
     training from scratch."""
-    capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    capacity_factor: Annotated[float, Field(strict=True, gt=0)] | None = None
     """Tokens that an expert accepts from one sequence, as a multiple of its even share; the
     others are dropped. Null drops none."""
-    bias_update_rate: Annotated[float, Field(ge=0)] | None = None
+    bias_update_rate: Annotated[float, Field(strict=True, ge=0)] | None = None
     """Change of each expert's balance bias per step, towards even loads. Default 0.001 for a
     model with such biases."""

@@ -16,9 +16,9 @@ class PreferenceSection(RecipeSection):
 
     kind: Literal["dpo"] = "dpo"
     """`dpo`: direct preference optimisation (Rafailov et al. 2023)."""
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Annotated[float, Field(strict=True, gt=0)] = 0.1
     """Strength of the pull towards the reference model: larger values stay closer to it."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
     """Assumed fraction of pairs with swapped labels (conservative DPO)."""
     reference: Literal["frozen", "adapter_off"] | None = None
     """Reference model: `frozen` is a copy of the initial weights in the same layout;

@@ -35,7 +35,7 @@ RecomputeMode = Literal["none", "selective", "full", "mixed"]
 class RecomputeSection(RecipeSection):
     """Recomputation that the plan chooses for each layer."""
 
-    budget_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    budget_gib: Annotated[float, Field(strict=True, gt=0, le=1e6)] | None = None
     """Memory of a device, in GiB, that a step may need as predicted; default all that the device
     has."""
 

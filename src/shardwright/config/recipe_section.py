@@ -43,7 +43,7 @@ LocalFolderText = Annotated[PathText, AfterValidator(_check_local)]
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Fraction = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 
 
 class RecipeSection(BaseModel):

@@ -41,7 +41,7 @@ class CheckpointSection(RecipeSection):
     allow_non_finite: bool = False
     """Continue from a checkpoint whose weights or optimizer states contain NaN or infinity, with
     a warning. It is an error otherwise."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    timeout_seconds: Annotated[float, Field(strict=True, gt=0)] = 1800.0
     """Maximum time that ranks wait for each other during a save; run.timeout_seconds applies to
     training."""
 
@@ -51,7 +51,7 @@ class RollbackSection(RecipeSection):
     more than `training.max_skipped_steps` consecutive steps have a non-finite gradient.
     Recorded in events.jsonl (`rolled_back`)."""
 
-    spike_nats: Annotated[float, Field(gt=0)] = 1.0
+    spike_nats: Annotated[float, Field(strict=True, gt=0)] = 1.0
     """A loss this far above the median of the last `window_steps` is a spike."""
     window_steps: Positive = 32
     """Number of losses in the median; no spike is detected before that many steps."""
@@ -96,7 +96,7 @@ class ElasticSection(RecipeSection):
     spare_nodes: NonNegative = 0
     """Number of nodes without ranks, whose processes wait for the loss of another node. With
     `warm_restarts` on several nodes only."""
-    node_wait_seconds: Annotated[float, Field(ge=0)] = 60.0
+    node_wait_seconds: Annotated[float, Field(strict=True, ge=0)] = 60.0
     """Seconds that the other nodes wait, after the loss of a node, for one to take its ranks: a
     node that connects again. Then the run continues with fewer ranks (`min_ranks`), or ends."""
     peer_copies: Annotated[int, Field(ge=0, le=1)] = 0
@@ -137,17 +137,17 @@ class WatchdogSection(RecipeSection):
     enabled: bool = True
     """False leaves hangs to the time-out of the collectives (run.timeout_seconds), which does
     not identify a rank."""
-    factor: Annotated[float, Field(gt=1)] = 20.0
+    factor: Annotated[float, Field(strict=True, gt=1)] = 20.0
     """A step, a save or an evaluation batch counts as a hang after this many times the longest
     duration so far. The first one is not counted. Until three more are measured, and as an
     upper bound at any time, the limit is nine tenths of run.timeout_seconds (for saves,
     checkpoint.timeout_seconds)."""
-    floor_seconds: Annotated[float, Field(gt=0)] = 60.0
+    floor_seconds: Annotated[float, Field(strict=True, gt=0)] = 60.0
     """Lower bound of a limit derived from measured durations."""
-    setup_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    setup_seconds: Annotated[float, Field(strict=True, gt=0)] = 3600.0
     """Time limit for everything before the first step: reading data, loading weights,
     connecting to the other ranks."""
-    slow_factor: Annotated[float, Field(gt=1)] | None = 1.5
+    slow_factor: Annotated[float, Field(strict=True, gt=1)] | None = 1.5
     """A rank is reported as slow when its own work, without waiting for others, takes this many
     times as long as that of the ranks with the same work, over `slow_steps` steps; null reports
     none."""
@@ -171,7 +171,7 @@ class RunSection(RecipeSection):
     Profiled steps are slower."""
     device: DeviceKind = "auto"
     """Device of the ranks; `auto` uses CUDA if available."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    timeout_seconds: Annotated[float, Field(strict=True, gt=0)] = 600.0
     """Time limit of a collective; after it the run fails."""
     replica_check_every_steps: Positive | None = None
     """Steps between comparisons of the weights that are replicated on several ranks. A

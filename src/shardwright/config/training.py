@@ -30,11 +30,11 @@ class TrainingSection(RecipeSection):
     with micro_batch_size; 1 if only one of the two is set."""
     max_steps: Positive | None = None
     """Optimizer steps. If `num_epochs` is also set, training ends at whichever comes first."""
-    num_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    num_epochs: Annotated[float, Field(strict=True, gt=0, le=1e9)] | None = None
     """Passes over the training samples."""
-    learning_rate: Annotated[float, Field(ge=0)]
+    learning_rate: Annotated[float, Field(strict=True, ge=0)]
     """Peak learning rate."""
-    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    min_learning_rate: Annotated[float, Field(strict=True, ge=0)] = 0.0
     """Learning rate at the end of a decaying schedule."""
     schedule: ScheduleKind = "cosine"
     """Shape of the learning rate after warmup."""
@@ -46,15 +46,15 @@ class TrainingSection(RecipeSection):
     """Scale the learning rate by global_batch_size / base_batch_size, or by its square root."""
     base_batch_size: Positive | None = None
     """Batch size for which `learning_rate` was chosen; required by `batch_scaling`."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(strict=True, ge=0)] = 0.0
     """Weight decay of matrices; norms and biases are not decayed. Part of the gradient with
     sgd, decoupled with all other optimizers."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[float, Field(strict=True, gt=0)] | None = 1.0
     """Maximum global gradient norm; null disables clipping."""
     label_smoothing: Fraction = 0.0
     """Fraction of the target probability that is spread evenly over the vocabulary. The
     reported training loss is smoothed, the validation loss is not."""
-    neftune_noise_alpha: Annotated[float, Field(ge=0)] = 0.0
+    neftune_noise_alpha: Annotated[float, Field(strict=True, ge=0)] = 0.0
     """Noise added to embeddings in training, uniform in +-alpha / sqrt(sequence_length x
     hidden_size): NEFTune (arXiv 2310.05914; 5 is usual for fine-tuning). It depends on seed,
     step and sample only, so it is the same under every layout."""
@@ -112,7 +112,7 @@ class OptimizerSection(RecipeSection):
     for all other parameters; `sgd`."""
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(strict=True, gt=0)] = 1e-8
     """beta1, beta2 and eps apply to adamw, adamw_8bit and the AdamW part of muon."""
     momentum: Fraction | None = None
     """Momentum of sgd (default 0) and of muon's matrices (default 0.95)."""
@@ -166,7 +166,7 @@ class PrecisionSection(RecipeSection):
     fewer casts are made and the predicted memory of the run fits into the free memory of the
     fullest device. `true` does so always; copies take 2 bytes per parameter. Weights of 8-bit
     products are kept as codes."""
-    initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
+    initial_loss_scale: Annotated[float, Field(strict=True, gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
     """Finite steps before the loss scale doubles, for fp16; a non-finite step halves it."""

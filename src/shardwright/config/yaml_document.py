@@ -39,6 +39,14 @@ _REPLACED_TAGS = {*_NUMBERS, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:v
 class _Loader(yaml.SafeLoader):
     """Safe loader that refuses duplicate keys and reports every failure with its position."""
 
+    def __init__(self, text: str, origin: str = "") -> None:
+        """
+        Args:
+            origin: source of the text, for errors.
+        """
+        super().__init__(text)
+        self.origin = origin
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
@@ -136,7 +144,7 @@ def parse_yaml(text: str, origin: str) -> Any:
     """
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, origin)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -215,11 +223,10 @@ def _check_keys(loader: _Loader, node: yaml.MappingNode) -> None:
             _build_error(key_node, "a key is a list or a mapping")
         key = loader.construct_object(key_node, deep=True)
         if key in seen:
-            line = key_node.start_mark.line + 1
             raise RecipeError(
                 "duplicate key",
                 field=str(key),
-                got=f"a second value on line {line}",
+                got=f"a second value in {_format_position(loader.origin, key_node.start_mark)}",
                 remedy="Remove one of them",
             )
         seen.add(key)

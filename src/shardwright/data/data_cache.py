@@ -24,7 +24,7 @@ from typing import Any
 
 from shardwright.data.sources.source_reader import SourceFile
 from shardwright.errors import DataError
-from shardwright.files import open_regular_file, read_text
+from shardwright.files import find_user_cache, open_regular_file, read_text
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0
@@ -52,7 +52,7 @@ def find_cache_root(cache_dir: str | None) -> Path:
             got=base,
             allowed="a folder",
         )
-    return (Path(base) if base else Path.home() / ".cache" / "shardwright") / "data"
+    return (Path(base) if base else find_user_cache()) / "data"
 
 
 def compute_key(value: Any) -> str:

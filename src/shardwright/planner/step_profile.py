@@ -30,6 +30,7 @@ from typing import Any
 
 from shardwright.config.recipe import RecomputeMode
 from shardwright.errors import InputError
+from shardwright.files import find_user_cache
 from shardwright.hardware import Cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, OffloadKind
@@ -267,7 +268,7 @@ def find_profile_path(cluster: Cluster) -> Path:
     """Return the file of a cluster's measured steps: in $SHARDWRIGHT_CACHE/steps, else in
     ~/.cache/shardwright/steps."""
     base = os.environ.get("SHARDWRIGHT_CACHE")
-    root = Path(base) if base and "://" not in base else Path.home() / ".cache" / "shardwright"
+    root = Path(base) if base and "://" not in base else find_user_cache()
     slug = re.sub(r"[^A-Za-z0-9.-]+", "-", cluster.name)
     return root / "steps" / f"{slug}.json"
 

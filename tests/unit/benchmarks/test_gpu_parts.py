@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -156,6 +157,24 @@ def test_a_part_ends_in_time_and_an_interrupted_one_leaves_its_results(
     assert statuses == ["passed", "not run", "not run"]
     assert gpu_parts.has_passed(out, steps[0])
     assert not gpu_parts.has_passed(out, steps[1])
+
+
+def test_a_terminated_call_ends_its_step(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys; from pathlib import Path; from benchmarks import gpu_parts\n"
+        "signal.signal(signal.SIGTERM, gpu_parts.end_with_steps)\n"
+        "step = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "gpu_parts._run_process([sys.executable, '-c', step], Path(sys.argv[1]), {}, 60.0)"
+    )
+    log = tmp_path / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as call:
+        while not log.is_file() or not log.read_text().endswith("\n"):
+            assert call.poll() is None
+            time.sleep(0.02)
+        call.terminate()
+        assert call.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> None:

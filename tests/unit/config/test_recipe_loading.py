@@ -131,6 +131,7 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
         (change_section("data", sources=3), "data.sources", "not a list"),
         ({**MINIMAL, "model": {"config": "llama"}}, "model.config", "not a mapping"),
         (change_section("model", compile="maybe"), "model.compile", "true, false or 'auto'"),
+        (change_section("training", learning_rate=True), "training.learning_rate", "not a number"),
     ],
 )
 def test_wrong_keys_are_refused_by_name(document: dict, field: str, message: str) -> None:
@@ -151,7 +152,7 @@ def test_all_errors_are_reported_at_once() -> None:
     ("text", "message"),
     [
         ("model: [", "line 1"),
-        ("seed: 1\nseed: 2\n", "duplicate key"),
+        ("seed: 1\nseed: 2\n", r"duplicate key.*second value in .*/recipe\.yaml, line 2"),
         ("- 1\n", "a recipe must be a mapping"),
         ("a: b: c\n", "line 1"),
     ],

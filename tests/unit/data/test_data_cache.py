@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import pwd
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -78,6 +82,7 @@ def test_an_unwritable_cache_is_an_error(tmp_path: Path) -> None:
 BUILDER = """
 import sys, time
 from pathlib import Path
+from typing import NoReturn
 from shardwright.data.data_cache import build_once
 
 root = Path(sys.argv[1])
@@ -233,3 +238,22 @@ def test_the_cache_folder_comes_from_argument_environment_or_home(
     monkeypatch.delenv("SHARDWRIGHT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_cache_root(None) == tmp_path / ".cache" / "shardwright" / "data"
+
+
+def test_a_user_without_a_home_has_a_cache_among_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find_no_account(_user: int) -> NoReturn:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("SHARDWRIGHT_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", find_no_account)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="shardwright"):
+        for _ in range(2):
+            assert find_cache_root(None) == tmp_path / f"shardwright-cache-{os.getuid()}" / "data"
+    assert [message for message in caplog.messages if message.startswith("HOME")] == [
+        f"HOME is not set and user {os.getuid()} has no account, so caches are in "
+        f"{tmp_path}/shardwright-cache-{os.getuid()}; set SHARDWRIGHT_CACHE to a folder that stays"
+    ]

@@ -173,7 +173,8 @@ def _parse_line(line: str, number: int) -> RecordRow:
     except UnicodeDecodeError as error:
         return RecordRow(number, None, f"not UTF-8: {error.reason} at byte {error.start}")
     except json.JSONDecodeError as error:
-        return RecordRow(number, None, f"not JSON: {error.msg} at column {error.colno}")
+        problem = error.msg.removesuffix(" at")  # some end with it, for a position that follows
+        return RecordRow(number, None, f"not JSON: {problem} at column {error.colno}")
     except _RejectedValue as error:
         return RecordRow(number, None, error.reason)
     except (ValueError, RecursionError) as error:
