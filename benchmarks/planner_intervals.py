@@ -74,9 +74,6 @@ HEADER = """\
 QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
 MIN_ROWS = 5
 """Fewest rows of a source that show a spread."""
-SOURCE_LEVEL = 0.6
-"""Share of the sources whose own spread is at most the reported one, before the correction for few
-sources."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +198,8 @@ def combine_parts(
         # Sources with memory have one trainer each: only halves show a measured trainer.
         "memory": measure_spreads("memory", [*found["source"], *found["half"], *public], []),
     }
+    # Our engine's tensors are known as well as those of a trainer whose other rows were fitted.
+    spreads["memory"]["own"] = combine_sources(group_errors("memory", found["half"])["base"])
     return ErrorSpreads(spreads, count_rows(rows))
 
 
@@ -229,15 +228,8 @@ def measure_spreads(
             accelerator.
         by_generation: errors in fits without their accelerator generation.
     """
-    errors: dict[ErrorCause, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for found, is_used in (
-        (by_source, lambda cause: cause != "accelerator"),
-        (by_generation, lambda cause: cause == "accelerator"),
-    ):
-        for error in found:
-            cause = error.find_cause(quantity)
-            if quantity in error.errors and is_used(cause):
-                errors[cause][error.row.case.source].append(error.errors[quantity])
+    errors = group_errors(quantity, by_source)
+    errors["accelerator"] = group_errors(quantity, by_generation)["accelerator"]
     base = combine_sources(errors["base"])
     spreads: dict[ErrorCause, ErrorSpread] = {"base": base}
     for cause in ("trainer", "sparse", "accelerator"):
@@ -249,23 +241,31 @@ def measure_spreads(
     return spreads
 
 
-def combine_sources(errors: Mapping[str, Sequence[float]]) -> ErrorSpread:
-    """Return a spread that is enough for `SOURCE_LEVEL` of sources like these.
+def group_errors(
+    quantity: Quantity, errors: Iterable[UnseenError]
+) -> dict[ErrorCause, dict[str, list[float]]]:
+    """Return the errors of each cause by source."""
+    found: dict[ErrorCause, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for error in errors:
+        if quantity in error.errors:
+            found[error.find_cause(quantity)][error.row.case.source].append(error.errors[quantity])
+    return found
 
-    Every source counts once. For a new source of n + 1, the level among the n known ones is
-    (n + 1) / n as high (split conformal prediction, arXiv 2107.07511, section 1.1).
+
+def combine_sources(errors: Mapping[str, Sequence[float]]) -> ErrorSpread:
+    """Return the spread of a row of a source like these: a tenth of the errors is below it and a
+    tenth above, if every source counts once (pooled distributions, arXiv 1809.07441, section 3).
     """
     tail = (1 - INTERVAL_SHARE) / 2
-    ends = [
-        np.quantile(found, (tail, 1 - tail)) for found in errors.values() if len(found) >= MIN_ROWS
-    ]
-    if not ends:
+    sources = [found for found in errors.values() if len(found) >= MIN_ROWS]
+    if not sources:
         return ErrorSpread()
-    level = min(1.0, SOURCE_LEVEL * (1 + 1 / len(ends)))
-    return ErrorSpread(
-        float(np.quantile([max(0.0, -low) for low, _ in ends], level)),
-        float(np.quantile([max(0.0, high) for _, high in ends], level)),
-    )
+    weights = np.concatenate([np.full(len(found), 1 / len(found)) for found in sources])
+    values = np.concatenate(sources)
+    order = np.argsort(values)
+    values, shares = values[order], np.cumsum(weights[order]) / len(sources)
+    low, high = values[np.searchsorted(shares, (tail, 1 - tail))]
+    return ErrorSpread(max(0.0, -float(low)), max(0.0, float(high)))
 
 
 def _subtract_variance(total: float, part: float) -> float:

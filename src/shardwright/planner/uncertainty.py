@@ -30,10 +30,11 @@ that its lack of measurements causes."""
 OWN_TRAINER = "shardwright"
 """Name of this package's engine."""
 
-ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "cpu"]
+ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "own", "cpu"]
 """Causes of errors: `base` is a dense model under a measured trainer on a measured accelerator,
-`trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `cpu` replaces
-all others on CPU ranks whose rates were measured."""
+`trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `own` replaces
+`base` and `trainer` for the memory of this package's engine: it does not depend on a guess of what
+a trainer allocates. `cpu` replaces all others on CPU ranks whose rates were measured."""
 
 _NORMAL = NormalDist()
 _QUANTILE = _NORMAL.inv_cdf(MIN_FIT_PROBABILITY)
@@ -143,9 +144,12 @@ class ErrorSpreads:
         spreads = self.spreads[quantity]
         if accelerator.kind == "cpu" and is_measured:
             return spreads["cpu"]
-        spread = spreads["base"].add(
-            spreads["trainer"].scale(self.compute_ignorance(quantity, trainer))
-        )
+        if quantity == "memory" and trainer == OWN_TRAINER:
+            spread = spreads["own"]
+        else:
+            spread = spreads["base"].add(
+                spreads["trainer"].scale(self.compute_ignorance(quantity, trainer))
+            )
         spread = spread.add(
             spreads["accelerator"].scale(self.compute_ignorance(quantity, accelerator.generation))
         )
@@ -153,13 +157,7 @@ class ErrorSpreads:
 
     def compute_ignorance(self, quantity: Quantity, name: str) -> float:
         """Return the factor of an unmeasured trainer's or generation's spread: 1 without rows,
-        towards 0 with many.
-
-        0 for the memory of our own engine: which tensors it has is not guessed, the planner's bytes
-        are those of the rehearsal within 3% (docs/planning.md, "Comparison with the rehearsal").
-        """
-        if quantity == "memory" and name == OWN_TRAINER:
-            return 0.0
+        towards 0 with many."""
         rows = self.num_rows.get(quantity, {}).get(name, 0)
         return float((1 + rows / ROWS_TO_HALVE) ** -0.5)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import log
+from typing import get_args
 
 import pytest
 from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_intervals import (
-    SOURCE_LEVEL,
     Coverage,
     UnseenError,
+    combine_parts,
     combine_sources,
     compute_unseen_errors,
     load_public_errors,
@@ -20,7 +21,7 @@ from benchmarks.planner_intervals import (
     show_totals,
 )
 from benchmarks.planner_parameters import Parameter
-from benchmarks.planner_rows import Row, list_parts
+from benchmarks.planner_rows import LeftOut, PartKind, Row, list_parts
 from benchmarks.public_rows import ROWS as PUBLIC_ROWS
 
 from shardwright.planner.published.measurements import (
@@ -30,7 +31,7 @@ from shardwright.planner.published.measurements import (
 )
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.rates.calibration import EfficiencyTable
-from shardwright.planner.uncertainty import ErrorSpread, ErrorSpreads
+from shardwright.planner.uncertainty import ErrorCause, ErrorSpread, ErrorSpreads
 from tests.unit.planner.published.rows import ROW
 
 PARAMETERS = (
@@ -110,16 +111,34 @@ def make_errors(source: str, values: list[float], trainer_ignorance: float) -> l
 
 def test_every_source_counts_once_in_a_spread() -> None:
     errors = {
-        "one": [0.1] * 1000,
-        "two": [0.2] * 10,
-        "three": [-0.3] * 10,
+        "many": [0.1] * 1000,
+        "few": [-0.3, -0.2, -0.1, 0.0, 0.2, 0.3],
         "too few": [9.0] * 4,
     }
     spread = combine_sources(errors)
-    level = SOURCE_LEVEL * 4 / 3
-    assert spread.high == pytest.approx(0.1 + 0.1 * (level - 0.5) / 0.5)
-    assert spread.low == pytest.approx(0.3 * (level - 0.5) / 0.5)
+    # A row of "few" is a twelfth of all: two of them are a sixth, one is not a tenth.
+    assert (spread.low, spread.high) == pytest.approx((0.2, 0.2))
+    assert combine_sources(errors | {"few": errors["few"] * 50}) == spread
     assert combine_sources({}) == ErrorSpread()
+
+
+def test_memory_of_our_engine_has_the_spread_of_trainers_whose_other_rows_were_fitted() -> None:
+    def make_memory_errors(values: list[float], ignorance: float) -> list[UnseenError]:
+        return [
+            replace(
+                error,
+                errors={"memory": error.errors["time"]},
+                trainer_ignorance={"time": 1.0, "memory": ignorance},
+            )
+            for error in make_errors("any", values, 1.0)
+        ]
+
+    half = make_memory_errors([-0.1, 0.2] * 5, 0.1)
+    public = make_memory_errors([0.5] * 50, 0.1)
+    kinds: dict[PartKind, list[LeftOut]] = {"half": [list_parts(ROWS)["half"][0]]}
+    spreads = combine_parts(ROWS, kinds | {"source": [], "generation": []}, [half], public)
+    assert spreads.spreads["memory"]["own"] == ErrorSpread(0.1, 0.2)
+    assert spreads.spreads["memory"]["base"].high == 0.5
 
 
 def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
@@ -150,7 +169,7 @@ def test_a_cause_has_the_variance_beyond_that_of_the_base() -> None:
 
 def test_coverage_is_the_share_of_rows_inside_their_intervals() -> None:
     spread = ErrorSpread(0.1, 0.2)
-    causes = dict.fromkeys(("base", "trainer", "sparse", "accelerator", "cpu"), ErrorSpread())
+    causes = dict.fromkeys(get_args(ErrorCause), ErrorSpread())
     spreads = ErrorSpreads({"time": causes | {"base": spread}, "memory": causes}, {})
     errors = make_errors("any", [-0.11, -0.09, 0.0, 0.19, 0.21], 1.0)
     coverage = measure_coverage(errors, spreads)["time"]

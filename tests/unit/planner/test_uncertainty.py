@@ -23,6 +23,7 @@ SPREADS = ErrorSpreads(
             "trainer": ErrorSpread(0.04, 0.08),
             "accelerator": ErrorSpread(0.0, 0.1),
             "sparse": ErrorSpread(0.4, 0.0),
+            "own": ErrorSpread(0.015, 0.025),
             "cpu": ErrorSpread(0.01, 0.02),
         }
         for quantity in ("time", "memory")
@@ -69,11 +70,15 @@ def test_causes_add_up_and_shrink_with_measurements() -> None:
     assert other.high == pytest.approx(math.hypot(measured.high, 0.1), rel=1e-3)
 
 
-def test_memory_of_our_own_engine_has_no_error_of_an_unknown_trainer() -> None:
+def test_memory_of_our_own_engine_has_a_spread_of_its_own() -> None:
     h100 = find_accelerator("H100")
     own = SPREADS.get_uncertainty(h100, "shardwright", is_sparse=False)
+    sparse = SPREADS.get_uncertainty(h100, "shardwright", is_sparse=True)
     other = SPREADS.get_uncertainty(h100, "new", is_sparse=False)
-    assert (own.memory.low, other.memory.low) == pytest.approx((0.03, 0.05))
+    assert own.memory.low == pytest.approx(0.015)
+    assert own.memory.high == pytest.approx(math.hypot(0.025, 0.1))
+    assert sparse.memory.low == pytest.approx(math.hypot(0.015, 0.4))
+    assert other.memory.low == pytest.approx(0.05)
     assert own.time == other.time
 
 
