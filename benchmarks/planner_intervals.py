@@ -198,8 +198,9 @@ def combine_parts(
         # Sources with memory have one trainer each: only halves show a measured trainer.
         "memory": measure_spreads("memory", [*found["source"], *found["half"], *public], []),
     }
-    # Our engine's tensors are known as well as those of a trainer whose other rows were fitted.
-    spreads["memory"]["own"] = combine_sources(group_errors("memory", found["half"])["base"])
+    # Our engine is a trainer whose tensors are known, and whose allocator no row determines: as each
+    # of the folder's without its own rows.
+    spreads["memory"]["own"] = combine_sources(group_errors("memory", found["source"])["trainer"])
     return ErrorSpreads(spreads, count_rows(rows))
 
 

@@ -122,7 +122,7 @@ def test_every_source_counts_once_in_a_spread() -> None:
     assert combine_sources({}) == ErrorSpread()
 
 
-def test_memory_of_our_engine_has_the_spread_of_trainers_whose_other_rows_were_fitted() -> None:
+def test_memory_of_our_engine_has_the_spread_of_the_folders_trainers() -> None:
     def make_memory_errors(values: list[float], ignorance: float) -> list[UnseenError]:
         return [
             replace(
@@ -133,12 +133,17 @@ def test_memory_of_our_engine_has_the_spread_of_trainers_whose_other_rows_were_f
             for error in make_errors("any", values, 1.0)
         ]
 
-    half = make_memory_errors([-0.1, 0.2] * 5, 0.1)
-    public = make_memory_errors([0.5] * 50, 0.1)
-    kinds: dict[PartKind, list[LeftOut]] = {"half": [list_parts(ROWS)["half"][0]]}
-    spreads = combine_parts(ROWS, kinds | {"source": [], "generation": []}, [half], public)
-    assert spreads.spreads["memory"]["own"] == ErrorSpread(0.1, 0.2)
-    assert spreads.spreads["memory"]["base"].high == 0.5
+    half = make_memory_errors([0.0] * 5, 0.1)
+    source = make_memory_errors([-0.1, 0.2] * 5, 1.0)
+    public = make_memory_errors([0.5] * 50, 1.0)
+    parts = list_parts(ROWS)
+    kinds: dict[PartKind, list[LeftOut]] = {
+        "half": parts["half"][:1],
+        "source": parts["source"][:1],
+    }
+    found = combine_parts(ROWS, kinds | {"generation": []}, [half, source], public)
+    assert found.spreads["memory"]["own"] == ErrorSpread(0.1, 0.2)
+    assert found.spreads["memory"]["trainer"].high == 0.5
 
 
 def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
