@@ -19,6 +19,12 @@ from shardwright.placement import partition_stages
 from shardwright.planner.memory.backward_peak import BlockTensorBytes, compute_peak_gradient_bytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.operation_passes import (
+    FEW_PASSES,
+    SEPARATE_ADAPTER_PASSES,
+    AdapterPasses,
+    ElementwisePasses,
+)
 
 OptimizerKind = OptimizerName | Literal["sgd_momentum"]
 
@@ -98,41 +104,6 @@ class BlockBytes(NamedTuple):
     released_communication: float = 0.0
     """Part of them that is among `total`, or freed as soon as the block has run again."""
     adapter_results: float = 0.0
-
-
-class AdapterPasses(NamedTuple):
-    """Times that an adapter's operations read or write tensors of its matrix's input and output
-    widths, in each pass. Its own matrices are too narrow to count."""
-
-    forward_inputs: int
-    forward_outputs: int
-    backward_inputs: int
-    backward_outputs: int
-    forward_operations: int
-    """Operations that the host launches for one matrix's adapter."""
-    backward_operations: int
-
-
-SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4, 4, 6)
-"""Separate operations. Forward: the input is read; the second matmul's result is written, scaled,
-and added to the matrix's output. Backward: the scaled gradient is written and read by two
-matmuls, the input is read by a third, and its gradient is written and added."""
-
-
-class ElementwisePasses(NamedTuple):
-    """Reads and writes of a tensor by the operations of an RMS norm (tensors of the model's width),
-    and of a rotary embedding (queries and keys), in the compute precision."""
-
-    norm_forward: int = 2
-    norm_backward: int = 4
-    rotary_forward: int = 3
-    rotary_backward: int = 3
-    is_exact: bool = False
-    """True if every operation is counted, so that a trainer's fusion can only move fewer bytes."""
-
-
-FEW_PASSES = ElementwisePasses()
-"""Norms of one operation, and rotary embeddings that read, rotate and write once."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +246,12 @@ class EngineModel:
         all-gather follows the update; neither overlaps."""
         return False
 
+    @property
+    def has_owner_broadcasts(self) -> bool:
+        """True if zero_stage 1 updates each tensor on one rank, to which its gradients are reduced
+        and which then broadcasts it, one after the other; only reductions overlap."""
+        return False
+
     def compute_message_wait_seconds(self, num_stages: int) -> float:
         """Compute the seconds that the host of a pipeline rank waits for messages of a micro-batch
         while its device has no work."""
@@ -303,6 +280,16 @@ class EngineModel:
         return 0.0
 
     # Activations, in total bytes of one micro-batch.
+
+    @property
+    def adapter_input_bytes(self) -> float:
+        """Bytes that an adapter saves per element of its input, beyond those of its product."""
+        return 0.0
+
+    @property
+    def has_padding_mask(self) -> bool:
+        """True if attention takes the mask of padded rows, with which no kernel skips keys."""
+        return False
 
     def count_saved_tensors(self, adapted_roles: tuple[str, ...] | None) -> SavedTensors:
         """Count the tensors that a block saves. `adapted_roles` have adapters, None without."""

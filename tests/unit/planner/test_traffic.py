@@ -156,6 +156,39 @@ def test_late_sums_reduce_all_gradients_and_overlap_with_nothing() -> None:
     assert not FRAMEWORK_DEFAULTS["nanotron"].conventions.has_late_sums(0)
 
 
+def test_owners_broadcast_their_tensors_one_after_the_other() -> None:
+    shape = models.read_shape("llama")
+    cluster = models.make_cluster(8)
+    network = NetworkModel(cluster, Efficiency())
+    group = StridedGroup(8, 1)
+    one = network.time_all_gather(group, 1e6)
+    assert network.time_owner_calls(group, 1e6, 1) == one
+    hops = 7 * cluster.intra.latency_seconds + Efficiency().collective_seconds
+    assert network.time_owner_calls(group, 1e6, 3) == pytest.approx(one + 2 * hops)
+    assert network.time_owner_calls(StridedGroup(1, 1), 1e6, 8) == 0.0
+
+    owners = FrameworkConventions(
+        "owners", weight_bytes=2.0, reduce_bytes=2.0, has_owner_broadcasts=True
+    )
+    times = {
+        (engine.name, stage): predict(
+            shape,
+            Candidate(Layout(dp_shard=8, zero_stage=stage), TOKENS, ROWS, engine=engine),
+            cluster,
+            Efficiency(data_overlap=1.0, contention=0.0),
+        ).time
+        for engine in (owners, replace(owners, name="shards", has_owner_broadcasts=False))
+        for stage in (1, 2)
+    }
+    # More tensors than ranks. Weights are waited for; reductions overlap but for the last.
+    broadcasts = network.time_owner_calls(group, shape.num_parameters * 2, 8)
+    total = times["owners", 1].data + times["owners", 1].hidden_data
+    assert total == pytest.approx(2 * broadcasts)
+    assert broadcasts * 9 / 8 <= times["owners", 1].data < total
+    assert times["owners", 2] == times["shards", 2]
+    assert times["owners", 1].data > times["shards", 1].data
+
+
 def test_halves_hide_half_of_the_exchange_behind_experts_with_half_of_the_rows() -> None:
     facts = ModelFacts(models.read_shape("qwen3_moe"))
     kind = next(kind for kind in facts.kinds if kind.shape.sparse)

@@ -47,6 +47,7 @@ from shardwright.planner.memory.backward_peak import (
     compute_peak_gradient_bytes,
 )
 from shardwright.planner.memory.block_weights import (
+    compute_adapter_input_bytes,
     compute_adapter_result_bytes,
     count_product_elements,
     get_weight_bytes,
@@ -187,7 +188,7 @@ def _compute_layer_activations(
     elif tensors.dropped_inner:
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
         dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
-    total += attention.saved + inner - dropped
+    total += attention.saved + inner - dropped + compute_adapter_input_bytes(facts, kind, candidate)
     mode = get_layer_recompute(kind, candidate.recompute)
     tensors_of_block = build_block_tensors(facts, kind, candidate, is_repeated=mode != "none")
     gradients = engine.compute_block_gradient_bytes(
@@ -223,7 +224,6 @@ def _compute_layer_activations(
         repeated = total - residual - indices - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
         return LayerActivations(saved, max(0.0, repeated), gradients, *deferred)
-    # The block's input is saved in any case.
     if candidate.recompute == "full":
         saved = residual + indices
         return LayerActivations(saved, total - saved, gradients, *deferred)

@@ -61,9 +61,11 @@ _NO_MASKED_KERNELS = KernelSupport("not on this device", "not on this device")
 
 
 def has_dense_mask(facts: ModelFacts, candidate: Candidate, window: int | None) -> bool:
-    """Return True if attention has a dense mask: of documents, or of a sliding window."""
-    is_masked = candidate.document_tokens is not None or (
-        window is not None and window < candidate.sequence_length
+    """Return True if attention has a dense mask: of documents, padding, or a sliding window."""
+    is_masked = (
+        candidate.document_tokens is not None
+        or candidate.engine.has_padding_mask
+        or (window is not None and window < candidate.sequence_length)
     )
     return is_masked and choose_planned_kernel(facts, candidate, window) in ("sdpa", "explicit")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.backward_peak import (
     BlockWeightBytes,
     ProductElements,
@@ -82,20 +82,39 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         return 0.0
     layout = candidate.layout
     is_pipelined = layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused")
-    experts = facts.shape.experts
     elements = 0.0
-    for product in (*kind.matmuls, *kind.expert_matmuls):
-        if product.role not in adapter.roles:
-            continue
-        rows = float(candidate.micro_batch_tokens)
-        if product in kind.expert_matmuls:
-            assert experts is not None
-            rows = candidate.count_sent_rows(experts.experts_per_token)
+    for product, rows in _list_adapted_products(facts, kind, candidate, adapter):
         width = float(adapter.rank)
         if not (is_pipelined and product.sharding == "rows" and product in kind.matmuls):
             width += _count_local_outputs(product, layout.tp)
         elements += rows * width
     return elements * candidate.activation_bytes
+
+
+def compute_adapter_input_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes that one layer's adapters save of their inputs, beyond those of their
+    matrices."""
+    adapter = candidate.adapter
+    if adapter is None or not candidate.engine.adapter_input_bytes:
+        return 0.0
+    elements = sum(
+        rows * _count_local_inputs(product, candidate.layout.tp)
+        for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
+    )
+    return elements * candidate.engine.adapter_input_bytes
+
+
+def _list_adapted_products(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, adapter: LowRankAdapter
+) -> list[tuple[Matmul, float]]:
+    """List the products with adapters, and their rows on this rank."""
+    tokens = float(candidate.micro_batch_tokens)
+    adapted = [(product, tokens) for product in kind.matmuls if product.role in adapter.roles]
+    if kind.expert_matmuls:
+        assert facts.shape.experts is not None
+        rows = candidate.count_sent_rows(facts.shape.experts.experts_per_token)
+        adapted += [(each, rows) for each in kind.expert_matmuls if each.role in adapter.roles]
+    return adapted
 
 
 def _count_local_outputs(product: Matmul, tp: int) -> float:

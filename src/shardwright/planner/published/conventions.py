@@ -10,12 +10,8 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.layout.pipeline_stages import PipelineStage
 from shardwright.planner.engine_model import (
-    FEW_PASSES,
     OPTIMIZER_COSTS,
-    SEPARATE_ADAPTER_PASSES,
-    AdapterPasses,
     BlockBytes,
-    ElementwisePasses,
     EngineModel,
     OptimizerKind,
     SavedTensors,
@@ -23,14 +19,16 @@ from shardwright.planner.engine_model import (
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.published import stage_rules
+from shardwright.planner.published.host_update import HOST_MEMORY_SHARE, count_host_update_bytes
 from shardwright.planner.published.node_dispatch import time_node_dispatch
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
+from shardwright.planner.time.operation_passes import (
+    FEW_PASSES,
+    SEPARATE_ADAPTER_PASSES,
+    AdapterPasses,
+    ElementwisePasses,
+)
 from shardwright.schedule.registry import assign_stages
-
-_HOST_BYTES_PER_SECOND = 120e9
-"""Bytes that a node's processors read and write per second in an optimizer update: DeepSpeedCPUAdam
-updates a billion parameters, of 30 bytes each, in a quarter of a second (ZeRO-Offload, arXiv
-2101.06840, section 6)."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,17 @@ class FrameworkConventions(EngineModel):
     large, so it needs memory of its own."""
     has_flat_gather: bool = False
     """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
+    has_owner_broadcasts: bool = False
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
     has_unsharded_gradients: bool = False
     """zero_stage 1 stores unsharded gradients even without accumulation (buffers that persist
     for the whole run)."""
+    adapter_input_bytes: float = 0.0
+    has_padding_mask: bool = False
+    host_memory_bytes_per_second: float = 256e9
+    """Bandwidth of a host's memory, all sockets."""
     num_gated_tensors: float = 3.0
     """Saved tensors of feed-forward width in a gated feed-forward: gate, up, product. 4 if the
     activation is saved too."""
@@ -200,19 +203,14 @@ class FrameworkConventions(EngineModel):
         rate: float,
         num_local_ranks: int,
     ) -> float:
-        """Compute the seconds of an update on the host (DeepSpeedCPUAdam, or torch's AdamW with
-        FSDP's CPUOffload), and of the copies of fp32 gradients and weights.
-
-        The host reads and writes each state once, master weights included. DeepSpeed's gradients
-        arrive in fp32, are scaled and are read (16 bytes); weights are cast and read for their copy
-        (8; deepspeed/runtime/zero/stage3.py, `unscale_and_clip_grads` and
-        `_reassign_or_swap_out_partitioned_parameters`). FSDP's gradients arrive and are read, and
-        weights are read, written, and read for their copy.
-        """
-        width = 2 if self.has_half_precision_states else 4
-        host_bytes = 2 * state_bytes + num_elements * (24 if self.master_bytes else 5 * width)
-        host_rate = _HOST_BYTES_PER_SECOND / num_local_ranks
-        return host_bytes / host_rate + num_elements * 8 / rate
+        num_bytes = count_host_update_bytes(
+            num_elements,
+            state_bytes,
+            has_master_copies=self.master_bytes > 0,
+            width=2 if self.has_half_precision_states else 4,
+        )
+        host_rate = HOST_MEMORY_SHARE * self.host_memory_bytes_per_second / num_local_ranks
+        return num_bytes / host_rate + num_elements * 8 / rate
 
     @property
     def overlaps_offloaded_update(self) -> bool:

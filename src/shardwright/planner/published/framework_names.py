@@ -22,6 +22,7 @@ _FRAMEWORK_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"gpt-?neox|eleuther", "gpt-neox"),
     (r"colossal", "colossalai"),
     (r"primus", "megatron-core"),
+    (r"internevo", "internevo"),
     (r"deepspeed|zero-3", "deepspeed"),
     (r"hugging ?face|transformers|\btrl\b|\bpeft\b|accelerate|q-?lora", "huggingface"),
 )

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.config.recipe import RecomputeKind
 from shardwright.layout.degrees import ZeroStage
-from shardwright.planner.engine_model import FEW_PASSES, AdapterPasses, ElementwisePasses
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.time.operation_passes import FEW_PASSES, AdapterPasses, ElementwisePasses
 
 
 @dataclass(frozen=True)
@@ -391,6 +391,19 @@ FRAMEWORK_DEFAULTS: dict[str, FrameworkDefaults] = {
             has_unsharded_gradients=True,
         ),
         recompute="full",
+        sequence_parallel=False,
+    ),
+    "internevo": FrameworkDefaults(
+        # Release of July 2023, with FlashAttention 1.0.5. Each tensor has a rank that updates it
+        # (solver/optimizer/hybrid_zero_optim.py, `_partition_param_list`).
+        replace(
+            _MIXED_PRECISION,
+            name="internevo",
+            gradient_bytes=2.0,
+            reduce_bytes=2.0,
+            has_unsharded_gradients=True,
+            has_owner_broadcasts=True,
+        ),
         sequence_parallel=False,
     ),
     "colossalai": FrameworkDefaults(

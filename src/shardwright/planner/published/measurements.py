@@ -256,6 +256,10 @@ def _name_attention_kernel(
     row: Mapping[str, str], framework: FrameworkDefaults, generation: str
 ) -> tuple[str, ...]:
     """Name the attention kernel if it is not the one whose rate the generation's numbers are."""
+    if row["notes.padding_mask"]:
+        # The only fused kernel that takes a mask.
+        precision = " in fp32" if row["precision"] == "fp32" else ""
+        return (f"memory-efficient attention{precision} on {generation}",)
     if framework.has_hopper_attention and generation == "Hopper":
         return ()
     kernel = re.search(r"(?i)^(?:flash.*|fa.?)([34])$", row["notes.attention"])

@@ -56,6 +56,8 @@ NOTE_PATTERNS: dict[str, str] = {
         r"(?i)((?:no |without |w/o )?(?:flash[_ -]?att\w*(?:[ -]?[1-4])?|\bFA[- ]?[234]\b"
         r"|\bsdpa\b|xformers|memory[- ]efficient attention)|eager attention)"
     ),
+    "padding_mask": r"(?i)\b(padding mask)\b",
+    "no_autocast": r"(?i)\b(no autocast)\b",
     "sharding": (
         r"(?i)\b(ZeRO[- ]?(?:stage[- ]?)?[0-3]|(?:DeepSpeed|DS)[- ]?(?:stage|Z)[- ]?[0-3]"
         r"|FULL_SHARD|SHARD_GRAD_OP|NO_SHARD|HYBRID_SHARD|HSDP|FSDP2?|DDP)\b"
@@ -103,6 +105,7 @@ NOTE_PATTERNS: dict[str, str] = {
         r"|\bbf16 (?:moments|optimi[sz]er states?|states?)\b)"
     ),
     "release": r"\b(2\d\.\d\d(?:\.\d+)?) NeMo",
+    "torch_release": r"(?i)\b(?:py)?torch[ =v]*2\.(\d+)\b",
     "expert_tensor": r"\bETP=(\d+)",
     "dispatch": r"(?i)\b(DeepEP|HybridEP)\b",
     "routing": r"\b(tokendrop)\b",

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from shardwright.hardware import Node
 from shardwright.layout import Layout
-from shardwright.planner.engine_model import FEW_PASSES
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.framework_names import is_performance_recipe
 from shardwright.planner.published.frameworks import (
@@ -16,8 +15,10 @@ from shardwright.planner.published.frameworks import (
     FrameworkDefaults,
     use_pure_bf16,
 )
+from shardwright.planner.published.host_update import HOST_MEMORY_BYTES_PER_SECOND
 from shardwright.planner.published.moe_recipes import has_all_to_all
 from shardwright.planner.published.row_layout import read_integer
+from shardwright.planner.time.operation_passes import FEW_PASSES, AdapterPasses
 
 _ZERO_3_OF_2021_PATTERN = r"2104\.04473|megatron-lm"
 """Paper that measured DeepSpeed's ZeRO-3 of 2021, which gathered one tensor at a time. Later
@@ -32,13 +33,21 @@ qlinear_cuda_old.py): words of 32 bits are shifted once per weight and written (
 (5), masked (2), zeros subtracted (2), and scaled in fp16 (3)."""
 
 
+_RECENT_TORCH = 8
+"""Minor version of the torch 2 with which a trainer's release is one since 2025."""
+
+
 def build_conventions(
     row: Mapping[str, str], framework: FrameworkDefaults, layout: Layout, node: Node
 ) -> FrameworkConventions:
     """Return the conventions of a row's framework release, modified by the row's
     notes."""
     accelerator = node.accelerator
-    is_recent = "Blackwell" in accelerator.generation or accelerator.name.startswith("H200")
+    is_recent = (
+        "Blackwell" in accelerator.generation
+        or accelerator.name.startswith("H200")
+        or int(row["notes.torch_release"] or 0) >= _RECENT_TORCH
+    )
     of_release = framework.conventions_since_2025 if is_recent else None
     of_release = of_release or _choose_release(row, framework, layout)
     conventions = of_release or framework.conventions
@@ -50,31 +59,10 @@ def build_conventions(
         conventions = FRAMEWORK_DEFAULTS["deepspeed"].conventions
     if row["notes.half_weights"] and not conventions.has_half_precision_states:
         conventions = use_pure_bf16(conventions)
-    if row["notes.chunked_loss"].lower() == "liger" and conventions.elementwise_passes.is_exact:
-        # transformers' `use_liger_kernel` also replaces norms, rotary embeddings and gates, each by
-        # one kernel that saves its inputs (liger_kernel/transformers/monkey_patch.py).
-        conventions = replace(
-            conventions,
-            elementwise_passes=FEW_PASSES,
-            num_norm_tensors=2.0,
-            num_gated_tensors=3.0,
-        )
-    if row["notes.mixed_precision"] == "PURE":
-        conventions = replace(conventions, reduce_bytes=2.0)
-    if row["notes.gptq"]:
-        conventions = replace(
-            conventions,
-            nf4_bytes=_GPTQ_BYTES,
-            dequantisation_bytes=_GPTQ_DEQUANTISATION_BYTES,
-            unquantised_bytes=None,
-        )
-    if row["notes.paged"]:
-        conventions = replace(conventions, has_paged_states=True)
-    if row["notes.fused_update"]:
-        conventions = replace(conventions, gradient_bytes=0.0)  # one gradient at a time
-    if "RMS kernel" in row["notes.kernel"]:
-        # The fused kernel's input and output.
-        conventions = replace(conventions, num_norm_tensors=2.0)
+    if accelerator.generation in HOST_MEMORY_BYTES_PER_SECOND:
+        bandwidth = HOST_MEMORY_BYTES_PER_SECOND[accelerator.generation]
+        conventions = replace(conventions, host_memory_bytes_per_second=bandwidth)
+    conventions = _describe_fine_tuning(row, conventions)
     if conventions.name == "megatron-core" and is_performance_recipe(
         row["notes.framework"], row["source"]
     ):
@@ -96,6 +84,75 @@ def build_conventions(
         gradient_bytes = max(conventions.gradient_bytes, 4.0 + unsummed_bytes)
         conventions = replace(conventions, gradient_bytes=gradient_bytes, reduce_bytes=4.0)
     return conventions
+
+
+def _describe_fine_tuning(
+    row: Mapping[str, str], conventions: FrameworkConventions
+) -> FrameworkConventions:
+    """Return conventions with the kernels, precisions and updates of a row's notes."""
+    if row["notes.chunked_loss"].lower() == "liger" and conventions.elementwise_passes.is_exact:
+        # transformers' `use_liger_kernel` also replaces norms, rotary embeddings and gates, each by
+        # one kernel that saves its inputs (liger_kernel/transformers/monkey_patch.py).
+        conventions = replace(
+            conventions,
+            elementwise_passes=FEW_PASSES,
+            num_norm_tensors=2.0,
+            num_gated_tensors=3.0,
+        )
+    if row["notes.no_autocast"] and conventions.name == "huggingface":
+        conventions = _describe_uncast(row, conventions)
+    if row["notes.padding_mask"]:
+        conventions = replace(conventions, has_padding_mask=True)
+    if row["notes.mixed_precision"] == "PURE":
+        conventions = replace(conventions, reduce_bytes=2.0)
+    if row["notes.gptq"]:
+        conventions = replace(
+            conventions,
+            nf4_bytes=_GPTQ_BYTES,
+            dequantisation_bytes=_GPTQ_DEQUANTISATION_BYTES,
+            unquantised_bytes=None,
+        )
+    if row["notes.paged"]:
+        conventions = replace(conventions, has_paged_states=True)
+    if row["notes.fused_update"]:
+        conventions = replace(conventions, gradient_bytes=0.0)  # one gradient at a time
+    if "RMS kernel" in row["notes.kernel"]:
+        # The fused kernel's input and output.
+        conventions = replace(conventions, num_norm_tensors=2.0)
+    return conventions
+
+
+_UNCAST_ADAPTER_PASSES = AdapterPasses(9.5, 14, 14.5, 14, 7, 10)
+"""Bytes of PEFT's fp32 adapters between 16-bit products, over two (peft 0.14,
+tuners/lora/layer.py, `Linear.forward`).
+
+Forward: the input is cast to fp32 (6), dropped (9, with a mask) and read (4); the second product is
+written (4), scaled (8), added (10) and cast (6). Backward, at the output: casts to fp32 and back
+(12), scale (8), two products (8). At the input: two products (8), dropout (9), cast (6), sum (6).
+"""
+_FP32_ADAPTER_PASSES = AdapterPasses(3.25, 8, 7.25, 4, 6, 7)
+"""The same next to 4-bit products with fp32 activations, over four (tuners/lora/bnb.py,
+`Linear4bit.forward`). Nothing is cast, and the result is cloned (8)."""
+
+
+def _describe_uncast(
+    row: Mapping[str, str], conventions: FrameworkConventions
+) -> FrameworkConventions:
+    """Return the conventions of a trainer that runs transformers without autocast, and computes the
+    loss itself.
+
+    PEFT casts adapters to fp32 (`autocast_adapter_dtype`), so that their operations run in fp32.
+    Each saves its input after dropout, and the mask. Three tensors of logits are alive at the loss,
+    in the precision of the activations: forward the logits, a copy without the last token, and
+    log-probabilities; backward these and their gradients before and after the softmax.
+    """
+    is_fp32 = row["precision"] == "fp32"
+    return replace(
+        conventions,
+        logit_bytes=12.0 if is_fp32 else 6.0,
+        adapter_input_bytes=5.0,
+        adapter_passes=_FP32_ADAPTER_PASSES if is_fp32 else _UNCAST_ADAPTER_PASSES,
+    )
 
 
 def _describe_nanotron(

@@ -79,6 +79,16 @@ class NetworkModel:
         `num_bytes`."""
         return self._get_seconds("reduce_scatter", group, num_bytes)
 
+    def time_owner_calls(self, group: StridedGroup, num_bytes: float, num_calls: int) -> float:
+        """Return seconds until `num_calls` members, one after the other, have each broadcast their
+        part of `num_bytes`, or received its sum: rings whose hops are not shared."""
+        seconds = self.time_all_gather(group, num_bytes)
+        if not seconds:
+            return 0.0
+        local = self.cluster.count_ranks_per_domain(group.num_ranks, group.stride)
+        hops = self._compute_latency_seconds("all_gather", group.num_ranks, local)
+        return seconds + (num_calls - 1) * (hops + self.efficiency.collective_seconds)
+
     def time_all_reduce(self, group: StridedGroup, num_bytes: float) -> float:
         """Return seconds until every member has the sum of tensors of `num_bytes`."""
         return self._get_seconds("all_reduce", group, num_bytes)

@@ -11,7 +11,11 @@ from shardwright.planner.model_costs import ParameterElements
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.maxima_exchanges import compute_shard_maxima_seconds
 from shardwright.planner.time.step_costs import StepCosts
-from shardwright.planner.time.traffic import DataTraffic, compute_data_traffic
+from shardwright.planner.time.traffic import (
+    DataTraffic,
+    compute_data_traffic,
+    compute_owner_traffic,
+)
 
 
 def _sum_rank_parameters(
@@ -91,12 +95,11 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
     if layout.dp_replicate * layout.fsdp == 1:
         return DataTraffic()
     parts = _sum_rank_parameters(costs, load)
+    num_tensors = sum(
+        count * kind.num_tensors for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
+    )
     num_groups = candidate.engine.count_gather_groups(
-        num_block_groups=-(-sum(load.layers) // layout.wrap_blocks),
-        num_tensors=sum(
-            count * kind.num_tensors
-            for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
-        ),
+        num_block_groups=-(-sum(load.layers) // layout.wrap_blocks), num_tensors=num_tensors
     )
     if candidate.adapter is not None:
         adapters = count_adapter_elements(costs.facts, candidate, load)
@@ -123,6 +126,8 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
             reductions.replica_reduce_seconds,
             reductions.idle_share,
         )
+    if layout.zero_stage == 1 and candidate.engine.has_owner_broadcasts:
+        return compute_owner_traffic(parts, num_tensors, candidate, network, costs.groups)
     maxima_seconds = compute_shard_maxima_seconds(
         costs.facts, load, candidate, network, costs.groups["fsdp"]
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from shardwright.placement import has_whole_block_shards
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.engine_model import FEW_PASSES, ElementwisePasses
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
     STOCHASTIC_BYTES,
     ScaledShares,
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
+from shardwright.planner.time.operation_passes import FEW_PASSES, ElementwisePasses
 
 
 def count_dispatched_rows(facts: ModelFacts, candidate: Candidate) -> float:

@@ -410,3 +410,30 @@ def compute_data_traffic(
             groups["dp_replicate"], (layers.sharded + ends.sharded) * reduce_size
         ),
     )
+
+
+def compute_owner_traffic(
+    parts: tuple[ParameterElements, ParameterElements, ParameterElements],
+    num_tensors: int,
+    candidate: Candidate,
+    network: NetworkModel,
+    groups: dict[str, StridedGroup],
+) -> DataTraffic:
+    """Compute broadcasts of parameters from the ranks that update them, and reductions of gradients
+    to these ranks; arguments as of `compute_data_traffic`. `num_tensors`: those of all layers."""
+    layers, _, ends = parts
+    num_calls = max(1, min(groups["fsdp"].num_ranks, num_tensors))
+    weight_bytes = layers.local * candidate.get_gather_bytes(layers)
+    weight_bytes += ends.local * candidate.get_gather_bytes(ends)
+    gradient_bytes = (layers.local + ends.local) * candidate.reduce_bytes
+    gather_seconds = network.time_owner_calls(groups["fsdp"], weight_bytes, num_calls)
+    reduce_seconds = network.time_owner_calls(groups["fsdp"], gradient_bytes, num_calls)
+    return DataTraffic(
+        gather_seconds=gather_seconds,
+        reduce_seconds=reduce_seconds,
+        first_gather_seconds=gather_seconds,
+        last_reduce_seconds=reduce_seconds / num_calls,
+        replica_reduce_seconds=network.time_all_reduce(
+            groups["dp_replicate"], (layers.sharded + ends.sharded) * candidate.reduce_bytes
+        ),
+    )

@@ -11,17 +11,21 @@ import pytest
 from shardwright.hardware import find_node, parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
-from shardwright.planner.engine_model import FEW_PASSES
+from shardwright.planner.memory.attention_activations import compute_attention_bytes
+from shardwright.planner.memory.block_weights import compute_adapter_input_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
 from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.time.compute import compute_layer_seconds
 from shardwright.planner.time.memory_traffic import (
+    count_adapter_bytes,
     count_adapter_operations,
     count_dequantisation_bytes,
     count_elementwise_bytes,
 )
+from shardwright.planner.time.operation_passes import FEW_PASSES
 from shardwright.units import GIB_BYTES
 from tests.unit.planner import models
 from tests.unit.planner.published.test_frameworks import predict_parts, read_case
@@ -39,6 +43,15 @@ from tests.unit.planner.published.test_frameworks import predict_parts, read_cas
         (
             {"source": "torchtitan", "gpu": "B200", "notes": "Liger; FA4"},
             "FlashAttention-4 on Blackwell",
+        ),
+        # The only fused kernel with a mask, also on Hopper.
+        (
+            {"source": "Hugging Face", "notes": "SDPA; padding mask"},
+            "memory-efficient attention on Hopper",
+        ),
+        (
+            {"gpu": "A100", "precision": "fp32", "notes": "SDPA; padding mask", "source": "TRL"},
+            "memory-efficient attention in fp32 on Ampere",
         ),
         # cuDNN's kernel.
         ({"source": "TRL", "notes": "SDPA", "task": "sft"}, None),
@@ -87,6 +100,75 @@ def test_flash_attention_3_is_as_fast_as_its_authors_measured(
     rates = DeviceRates(parse_cluster("1xH100-80GB-SXM"), efficiency, "bf16")
     seconds = rates.time_attention(1e15, tokens, 128, is_backward=False)
     assert seconds == pytest.approx(1e3 / tera_flops, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tokens", "tera_flops", "is_backward"),
+    [
+        # Pull requests 389 and 557 of facebookresearch/xformers: A100, heads of 128, no causal
+        # order: 160 heads in 49.8 ms and, in fp32, 208 ms; 320 heads backward in 93.6 ms.
+        ("bf16", 8096, 107.8, False),
+        ("fp32", 8096, 25.8, False),
+        ("bf16", 4096, 73.5, True),
+    ],
+)
+def test_attention_with_a_mask_is_as_fast_as_its_authors_measured(
+    precision: str, tokens: int, tera_flops: float, is_backward: bool
+) -> None:
+    accelerator = find_node("A100-80GB").accelerator
+    kernel = f"memory-efficient attention{' in fp32' * (precision == 'fp32')} on Ampere"
+    efficiency = load_efficiencies().get_efficiency(accelerator, "huggingface", (kernel,))
+    rates = DeviceRates(parse_cluster("1xA100-80GB"), efficiency, precision)
+    seconds = rates.time_attention(1e15, tokens, 128, is_backward=is_backward)
+    assert seconds == pytest.approx(1e3 / tera_flops, rel=0.07)
+
+
+def test_a_padding_mask_computes_the_whole_square_of_repeated_keys() -> None:
+    run = read_case(gpus=1, source="TRL", task="full", seq_len=8192, notes="SDPA; padding mask")
+    facts = ModelFacts(run.shape)
+    (kind, *_) = facts.kinds
+    masked = run.candidate
+    causal = replace(masked, engine=replace(run.conventions, has_padding_mask=False))
+    efficiency = load_efficiencies().get_efficiency(run.cluster.accelerator, "huggingface")
+    rates = DeviceRates(run.cluster, efficiency, "bf16")
+    seconds = [
+        compute_layer_seconds(facts, kind, candidate, rates).attention_forward
+        for candidate in (masked, causal)
+    ]
+    assert 1.9 < seconds[0] / seconds[1] < 2.0
+    saved = [compute_attention_bytes(facts, kind, each).saved for each in (masked, causal)]
+    repeated = run.shape.query_width - run.shape.kv_width
+    assert repeated > 0
+    assert saved[0] - saved[1] == masked.micro_batch_tokens * 2 * repeated * 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_in", "bytes_out"), [("bf16", 19 + 29, 28 + 28), ("fp32", 13 + 29, 32 + 16)]
+)
+def test_adapters_without_autocast_run_in_fp32(
+    precision: str, bytes_in: int, bytes_out: int
+) -> None:
+    row = {"gpus": 1, "task": "lora", "source": "Hugging Face PEFT", "precision": precision}
+    run = read_case(**row, notes="LoRA r=8, all-linear; no autocast")
+    facts = ModelFacts(run.shape)
+    (kind, *_) = facts.kinds
+    tokens = run.candidate.micro_batch_tokens
+    num_in = sum(product.num_inputs for product in kind.matmuls)
+    num_out = sum(product.num_outputs for product in kind.matmuls)
+    counted = sum(count_adapter_bytes(facts, kind, run.candidate))
+    assert counted == tokens * (bytes_in * num_in + bytes_out * num_out)
+    assert compute_adapter_input_bytes(facts, kind, run.candidate) == tokens * 5 * num_in
+    # Three tensors of logits.
+    logit_bytes = run.conventions.compute_full_logit_bytes(1, 1, 1)
+    assert logit_bytes == 3 * run.candidate.activation_bytes
+
+
+@pytest.mark.parametrize(("gpu", "bandwidth"), [("A100", 410), ("H200", 614), ("RTX 4090", 256)])
+def test_a_host_updates_at_a_share_of_its_memorys_rate(gpu: str, bandwidth: float) -> None:
+    conventions = read_case(gpu=gpu, source="DeepSpeed", task="full").conventions
+    seconds = conventions.compute_offloaded_update_seconds(0.0, 1e9, 12e9, 1e30, 8)
+    # States and master weights twice, gradients and copies: 48 bytes.
+    assert seconds == pytest.approx(48e9 * 8 / (0.47e9 * bandwidth))
 
 
 def test_adapters_and_their_operations_take_host_time() -> None:
@@ -176,6 +258,21 @@ def test_deepspeed_updates_a_billion_parameters_at_a_time() -> None:
             18.9,
             0.05,
         ),
+        # ljm565/universal-llm-trainer, docs/gpu_test.md: peak with a model of 25.5 GiB.
+        (
+            {
+                "model_name": "Llama-2-13B",
+                "task": "lora",
+                "gpus": 1,
+                "seq_len": 8192,
+                "micro_batch": 2,
+                "global_batch": 64,
+                "mem_metric": "reserved",
+                "notes": "LoRA r=8, all-linear; no autocast; SDPA; padding mask",
+            },
+            43.0,
+            0.05,
+        ),
         # QwenLM/Qwen README, one A100-80GB.
         (
             {
@@ -256,6 +353,12 @@ def test_ligers_kernels_replace_those_of_transformers() -> None:
     assert chunked.conventions == eager.conventions, "only the loss"
     others = [read_case(source="torchtune", notes=notes).conventions for notes in ("", "Liger")]
     assert others[0] == others[1], "no models of transformers"
+
+
+@pytest.mark.parametrize(("notes", "logit_bytes"), [("torch 2.9", 5.0), ("torch 2.7", 14.0)])
+def test_torch_states_the_release_of_torchtitan(notes: str, logit_bytes: float) -> None:
+    run = read_case(source="torchtitan", gpu="MI300X", notes=f"FSDP2; {notes}")
+    assert run.conventions.logit_bytes == logit_bytes
 
 
 def test_litgpt_updates_states_of_the_weights_precision() -> None:

@@ -1,0 +1,40 @@
+"""Reads and writes of tensors by separate operations of adapters, norms, rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class AdapterPasses(NamedTuple):
+    """Times that an adapter's operations read or write tensors of its matrix's input and output
+    widths, in each pass. Its own matrices are too narrow to count."""
+
+    forward_inputs: float
+    forward_outputs: float
+    backward_inputs: float
+    backward_outputs: float
+    forward_operations: int
+    """Operations that the host launches for one matrix's adapter."""
+    backward_operations: int
+
+
+SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4, 4, 6)
+"""Separate operations. Forward: the input is read; the second matmul's result is written, scaled,
+and added to the matrix's output. Backward: the scaled gradient is written and read by two
+matmuls, the input is read by a third, and its gradient is written and added."""
+
+
+class ElementwisePasses(NamedTuple):
+    """Reads and writes of a tensor by the operations of an RMS norm (tensors of the model's width),
+    and of a rotary embedding (queries and keys), in the compute precision."""
+
+    norm_forward: int = 2
+    norm_backward: int = 4
+    rotary_forward: int = 3
+    rotary_backward: int = 3
+    is_exact: bool = False
+    """True if every operation is counted, so that a trainer's fusion can only move fewer bytes."""
+
+
+FEW_PASSES = ElementwisePasses()
+"""Norms of one operation, and rotary embeddings that read, rotate and write once."""
