@@ -33,7 +33,8 @@ OWN_TRAINER = "shardwright"
 ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "own", "cpu"]
 """Causes of errors: `base` is a dense model under a measured trainer on a measured accelerator,
 `trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `own` replaces
-`base` and `trainer` for the memory of this package's engine, whose tensors are not a guess. `cpu` replaces all others on CPU ranks whose rates were measured."""
+`base` and `trainer` for the memory of this package's engine, whose tensors are not a guess. `cpu`
+replaces all others on CPU ranks whose rates were measured."""
 
 _NORMAL = NormalDist()
 _QUANTILE = _NORMAL.inv_cdf(MIN_FIT_PROBABILITY)
