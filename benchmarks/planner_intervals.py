@@ -10,6 +10,9 @@ Every error is that of a row whose source, accelerator generation or half of the
 of the fit. `coverage` leaves out a source twice: its rows are predicted by a fit without them, and
 the spreads that make their intervals come from errors in fits that never had them either. The
 errors of a source T that calibrate the intervals of a source S are from a fit without S and T.
+
+Public rows (docs/benchmarks/public-rows.csv) are in no fit. Their errors are those of predictions
+that were made before anyone had seen one of them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from benchmarks.planner_fit import UNSEEN_ROWS_PER_SOURCE, Fit
 from benchmarks.planner_parameters import PARAMETERS, START
 from benchmarks.planner_rows import (
     MAX_ROWS_PER_SOURCE,
+    Errors,
     LeftOut,
     PartKind,
     Row,
@@ -42,7 +46,14 @@ from benchmarks.planner_rows import (
     load_rows,
     select_at_most,
 )
+from benchmarks.public_rows import ROWS as PUBLIC_ROWS
+from benchmarks.public_rows import PublicError, compute_error, read_first_prediction
 from shardwright.planner import uncertainty
+from shardwright.planner.published.measurements import (
+    extract_configuration,
+    read_published_run,
+    read_rows,
+)
 from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.uncertainty import (
     INTERVAL_SHARE,
@@ -63,9 +74,6 @@ HEADER = """\
 QUANTITIES: tuple[Quantity, ...] = ("time", "memory")
 MIN_ROWS = 5
 """Fewest rows of a source that show a spread."""
-SOURCE_LEVEL = 0.6
-"""Share of the sources whose own spread is at most the reported one, before the correction for few
-sources."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +135,36 @@ def compute_unseen_errors(
     rows: Iterable[Row], fitted: Iterable[Row], efficiencies: EfficiencyTable
 ) -> list[UnseenError]:
     """Compute the errors of rows under efficiencies fitted to others."""
+    return describe_errors(((row, compute_errors(row, efficiencies)) for row in rows), fitted)
+
+
+def load_public_errors(fitted: Iterable[Row]) -> list[UnseenError]:
+    """Load the errors of public rows in predictions before anyone had seen them. `fitted`: rows of
+    the fit, which decide whose trainer and accelerator are measured."""
+    found = []
+    for raw in read_rows(PUBLIC_ROWS):
+        row = Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, ran=True)
+        found.append((row, compute_error(raw, read_first_prediction(raw))))
+    return describe_errors(found, fitted)
+
+
+def describe_errors(
+    errors: Iterable[tuple[Row, Errors | PublicError]], fitted: Iterable[Row]
+) -> list[UnseenError]:
+    """Return the errors of rows with a measurement, and how little the fitted rows say about each
+    trainer and accelerator."""
     num_rows = count_rows(fitted)
 
     def compute_ignorance(quantity: Quantity, name: str) -> float:
         return 1 / (1 + num_rows[quantity].get(name, 0) / ROWS_TO_HALVE)
 
     found = []
-    for row in rows:
-        errors = compute_errors(row, efficiencies)
+    for row, errors_of_row in errors:
         logarithms: dict[Quantity, float] = {}
-        if errors.time is not None:
-            logarithms["time"] = -log(1 + errors.time)
-        if errors.memory is not None:
-            logarithms["memory"] = -log(1 + errors.memory)
+        if errors_of_row.time is not None:
+            logarithms["time"] = -log(1 + errors_of_row.time)
+        if errors_of_row.memory is not None:
+            logarithms["memory"] = -log(1 + errors_of_row.memory)
         if logarithms:
             found.append(
                 UnseenError(
@@ -159,19 +184,23 @@ def combine_parts(
     rows: Sequence[Row],
     parts: Mapping[PartKind, Sequence[LeftOut]],
     errors: Iterable[list[UnseenError]],
+    public: Sequence[UnseenError],
 ) -> ErrorSpreads:
-    """Combine the errors of `parts`, in their order, into spreads by cause. `rows`: those of the
-    intervals' fit."""
+    """Combine the errors of `parts`, in their order, and of public rows into spreads by cause.
+    `rows`: those of the intervals' fit."""
     remaining = iter(errors)
     found = {
         kind: [error for _ in parts_of_kind for error in next(remaining)]
         for kind, parts_of_kind in parts.items()
     }
     spreads: dict[Quantity, dict[ErrorCause, ErrorSpread]] = {
-        "time": measure_spreads("time", found["source"], found["generation"]),
+        "time": measure_spreads("time", [*found["source"], *public], found["generation"]),
         # Sources with memory have one trainer each: only halves show a measured trainer.
-        "memory": measure_spreads("memory", [*found["source"], *found["half"]], []),
+        "memory": measure_spreads("memory", [*found["source"], *found["half"], *public], []),
     }
+    # Our engine is a trainer whose tensors are known, and whose allocator no row determines: as each
+    # of the folder's without its own rows.
+    spreads["memory"]["own"] = combine_sources(group_errors("memory", found["source"])["trainer"])
     return ErrorSpreads(spreads, count_rows(rows))
 
 
@@ -179,7 +208,8 @@ def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
     """Measure the spreads of errors by cause, each source, each accelerator generation and each
     half of the rows being left out once. Runs of `make gpu` count as measurements of our engine."""
     parts = list_parts(rows)
-    found = combine_parts(rows, parts, predict_left_out(rows, chain(*parts.values()), initial))
+    errors = predict_left_out(rows, chain(*parts.values()), initial)
+    found = combine_parts(rows, parts, errors, load_public_errors(rows))
     results = json.loads(GPU_MEASUREMENTS.read_text(encoding="utf-8"))
     own = {"time": "tokens_per_second", "memory": "peak_allocated_bytes"}
     num_rows = {
@@ -199,15 +229,8 @@ def measure_spreads(
             accelerator.
         by_generation: errors in fits without their accelerator generation.
     """
-    errors: dict[ErrorCause, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for found, is_used in (
-        (by_source, lambda cause: cause != "accelerator"),
-        (by_generation, lambda cause: cause == "accelerator"),
-    ):
-        for error in found:
-            cause = error.find_cause(quantity)
-            if quantity in error.errors and is_used(cause):
-                errors[cause][error.row.case.source].append(error.errors[quantity])
+    errors = group_errors(quantity, by_source)
+    errors["accelerator"] = group_errors(quantity, by_generation)["accelerator"]
     base = combine_sources(errors["base"])
     spreads: dict[ErrorCause, ErrorSpread] = {"base": base}
     for cause in ("trainer", "sparse", "accelerator"):
@@ -219,23 +242,31 @@ def measure_spreads(
     return spreads
 
 
-def combine_sources(errors: Mapping[str, Sequence[float]]) -> ErrorSpread:
-    """Return a spread that is enough for `SOURCE_LEVEL` of sources like these.
+def group_errors(
+    quantity: Quantity, errors: Iterable[UnseenError]
+) -> dict[ErrorCause, dict[str, list[float]]]:
+    """Return the errors of each cause by source."""
+    found: dict[ErrorCause, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for error in errors:
+        if quantity in error.errors:
+            found[error.find_cause(quantity)][error.row.case.source].append(error.errors[quantity])
+    return found
 
-    Every source counts once. For a new source of n + 1, the level among the n known ones is
-    (n + 1) / n as high (split conformal prediction, arXiv 2107.07511, section 1.1).
+
+def combine_sources(errors: Mapping[str, Sequence[float]]) -> ErrorSpread:
+    """Return the spread of a row of a source like these: a tenth of the errors is below it and a
+    tenth above, if every source counts once (pooled distributions, arXiv 1809.07441, section 3).
     """
     tail = (1 - INTERVAL_SHARE) / 2
-    ends = [
-        np.quantile(found, (tail, 1 - tail)) for found in errors.values() if len(found) >= MIN_ROWS
-    ]
-    if not ends:
+    sources = [found for found in errors.values() if len(found) >= MIN_ROWS]
+    if not sources:
         return ErrorSpread()
-    level = min(1.0, SOURCE_LEVEL * (1 + 1 / len(ends)))
-    return ErrorSpread(
-        float(np.quantile([max(0.0, -low) for low, _ in ends], level)),
-        float(np.quantile([max(0.0, high) for _, high in ends], level)),
-    )
+    weights = np.concatenate([np.full(len(found), 1 / len(found)) for found in sources])
+    values = np.concatenate(sources)
+    order = np.argsort(values)
+    values, shares = values[order], np.cumsum(weights[order]) / len(sources)
+    low, high = values[np.searchsorted(shares, (tail, 1 - tail))]
+    return ErrorSpread(max(0.0, -float(low)), max(0.0, float(high)))
 
 
 def _subtract_variance(total: float, part: float) -> float:
@@ -322,20 +353,24 @@ def cover_sources(
     sources = sorted({row.case.source for row in rows})
     absent = leave_out_each(rows, lambda row: row.case.source)
     parts = [list_parts(rows, is_absent) for is_absent in absent]
+    every_part = list_parts(rows)
     own = [LeftOut(is_absent, max_rows=len(rows)) for is_absent in absent]
-    errors = iter(
-        predict_left_out(
-            rows, [*own, *(part for kinds in parts for part in chain(*kinds.values()))], initial
-        )
-    )
+    wanted = [*own, *(part for kinds in [*parts, every_part] for part in chain(*kinds.values()))]
+    errors = iter(predict_left_out(rows, wanted, initial))
     own_errors = [next(errors) for _ in own]
-    return {
-        source: measure_coverage(
-            found,
-            combine_parts([row for row in rows if not is_absent(row)], kinds, errors),
-        )
-        for source, is_absent, kinds, found in zip(sources, absent, parts, own_errors, strict=True)
-    }
+    found = {}
+    for source, is_absent, kinds, unseen in zip(sources, absent, parts, own_errors, strict=True):
+        present = [row for row in rows if not is_absent(row)]
+        spreads = combine_parts(present, kinds, errors, load_public_errors(present))
+        found[source] = measure_coverage(unseen, spreads)
+    fitted_errors = list(errors)
+    public = load_public_errors(rows)
+    for source in sorted({error.row.case.source for error in public}):
+        others = [error for error in public if error.row.case.source != source]
+        spreads = combine_parts(rows, every_part, fitted_errors, others)
+        unseen = [error for error in public if error.row.case.source == source]
+        found[source] = measure_coverage(unseen, spreads)
+    return found
 
 
 def show_coverage(found: Mapping[str, Mapping[Quantity, Coverage]]) -> None:

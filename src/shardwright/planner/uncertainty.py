@@ -26,10 +26,14 @@ ROWS_TO_HALVE = 10
 """Number of measured rows of a trainer or an accelerator generation that halves the variance
 that its lack of measurements causes."""
 
-ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "cpu"]
+OWN_TRAINER = "shardwright"
+"""Name of this package's engine."""
+
+ErrorCause = Literal["base", "trainer", "sparse", "accelerator", "own", "cpu"]
 """Causes of errors: `base` is a dense model under a measured trainer on a measured accelerator,
-`trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `cpu` replaces
-all others on CPU ranks whose rates were measured."""
+`trainer` and `accelerator` are unmeasured ones, `sparse` is a model with experts. `own` replaces
+`base` and `trainer` for the memory of this package's engine, whose tensors are not a guess. `cpu`
+replaces all others on CPU ranks whose rates were measured."""
 
 _NORMAL = NormalDist()
 _QUANTILE = _NORMAL.inv_cdf(MIN_FIT_PROBABILITY)
@@ -139,9 +143,12 @@ class ErrorSpreads:
         spreads = self.spreads[quantity]
         if accelerator.kind == "cpu" and is_measured:
             return spreads["cpu"]
-        spread = spreads["base"].add(
-            spreads["trainer"].scale(self.compute_ignorance(quantity, trainer))
-        )
+        if quantity == "memory" and trainer == OWN_TRAINER:
+            spread = spreads["own"]
+        else:
+            spread = spreads["base"].add(
+                spreads["trainer"].scale(self.compute_ignorance(quantity, trainer))
+            )
         spread = spread.add(
             spreads["accelerator"].scale(self.compute_ignorance(quantity, accelerator.generation))
         )

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
+from typing import get_args
 
 import pytest
 from benchmarks.gpu_figures import count_predicted_runs
 from benchmarks.planner_fit import Fit
 from benchmarks.planner_intervals import (
-    SOURCE_LEVEL,
     Coverage,
     UnseenError,
+    combine_parts,
     combine_sources,
     compute_unseen_errors,
+    load_public_errors,
     measure_coverage,
     measure_spreads,
     show_totals,
 )
 from benchmarks.planner_parameters import Parameter
-from benchmarks.planner_rows import Row, list_parts
+from benchmarks.planner_rows import LeftOut, PartKind, Row, list_parts
+from benchmarks.public_rows import ROWS as PUBLIC_ROWS
 
-from shardwright.planner.published.measurements import extract_configuration, read_published_run
+from shardwright.planner.published.measurements import (
+    extract_configuration,
+    read_published_run,
+    read_rows,
+)
 from shardwright.planner.published.predictions import predict_run
 from shardwright.planner.rates.calibration import EfficiencyTable
-from shardwright.planner.uncertainty import ErrorSpread, ErrorSpreads
+from shardwright.planner.uncertainty import ErrorCause, ErrorSpread, ErrorSpreads
 from tests.unit.planner.published.rows import ROW
 
 PARAMETERS = (
@@ -103,16 +111,55 @@ def make_errors(source: str, values: list[float], trainer_ignorance: float) -> l
 
 def test_every_source_counts_once_in_a_spread() -> None:
     errors = {
-        "one": [0.1] * 1000,
-        "two": [0.2] * 10,
-        "three": [-0.3] * 10,
+        "many": [0.1] * 1000,
+        "few": [-0.3, -0.2, -0.1, 0.0, 0.2, 0.3],
         "too few": [9.0] * 4,
     }
     spread = combine_sources(errors)
-    level = SOURCE_LEVEL * 4 / 3
-    assert spread.high == pytest.approx(0.1 + 0.1 * (level - 0.5) / 0.5)
-    assert spread.low == pytest.approx(0.3 * (level - 0.5) / 0.5)
+    # A row of "few" is a twelfth of all: two of them are a sixth, one is not a tenth.
+    assert (spread.low, spread.high) == pytest.approx((0.2, 0.2))
+    assert combine_sources(errors | {"few": errors["few"] * 50}) == spread
     assert combine_sources({}) == ErrorSpread()
+
+
+def test_memory_of_our_engine_has_the_spread_of_the_folders_trainers() -> None:
+    def make_memory_errors(values: list[float], ignorance: float) -> list[UnseenError]:
+        return [
+            replace(
+                error,
+                errors={"memory": error.errors["time"]},
+                trainer_ignorance={"time": 1.0, "memory": ignorance},
+            )
+            for error in make_errors("any", values, 1.0)
+        ]
+
+    half = make_memory_errors([0.0] * 5, 0.1)
+    source = make_memory_errors([-0.1, 0.2] * 5, 1.0)
+    public = make_memory_errors([0.5] * 50, 1.0)
+    parts = list_parts(ROWS)
+    kinds: dict[PartKind, list[LeftOut]] = {
+        "half": parts["half"][:1],
+        "source": parts["source"][:1],
+    }
+    found = combine_parts(ROWS, kinds | {"generation": []}, [half, source], public)
+    assert found.spreads["memory"]["own"] == ErrorSpread(0.1, 0.2)
+    assert found.spreads["memory"]["trainer"].high == 0.5
+
+
+def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
+    errors = load_public_errors(ROWS)
+    raw = {row["id"]: row for row in read_rows(PUBLIC_ROWS)}
+    assert {error.row.case.id for error in errors} == set(raw)
+    for error in errors:
+        row = raw[error.row.case.id]
+        if "time" in error.errors:
+            predicted, measured = float(row["first_pred_tok"]), float(row["tokens_per_sec_per_gpu"])
+            assert error.errors["time"] == pytest.approx(log(predicted / measured))
+    # A trainer with rows in the fit is a measured one.
+    (known,) = {row.case.framework for row in ROWS}
+    causes = {error.row.case.framework: error.find_cause("time") for error in errors}
+    assert causes.get(known) != "trainer"
+    assert "trainer" in causes.values()
 
 
 def test_a_cause_has_the_variance_beyond_that_of_the_base() -> None:
@@ -127,7 +174,7 @@ def test_a_cause_has_the_variance_beyond_that_of_the_base() -> None:
 
 def test_coverage_is_the_share_of_rows_inside_their_intervals() -> None:
     spread = ErrorSpread(0.1, 0.2)
-    causes = dict.fromkeys(("base", "trainer", "sparse", "accelerator", "cpu"), ErrorSpread())
+    causes = dict.fromkeys(get_args(ErrorCause), ErrorSpread())
     spreads = ErrorSpreads({"time": causes | {"base": spread}, "memory": causes}, {})
     errors = make_errors("any", [-0.11, -0.09, 0.0, 0.19, 0.21], 1.0)
     coverage = measure_coverage(errors, spreads)["time"]

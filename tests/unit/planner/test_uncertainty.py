@@ -23,6 +23,7 @@ SPREADS = ErrorSpreads(
             "trainer": ErrorSpread(0.04, 0.08),
             "accelerator": ErrorSpread(0.0, 0.1),
             "sparse": ErrorSpread(0.4, 0.0),
+            "own": ErrorSpread(0.015, 0.025),
             "cpu": ErrorSpread(0.01, 0.02),
         }
         for quantity in ("time", "memory")
@@ -69,6 +70,18 @@ def test_causes_add_up_and_shrink_with_measurements() -> None:
     assert other.high == pytest.approx(math.hypot(measured.high, 0.1), rel=1e-3)
 
 
+def test_memory_of_our_own_engine_has_a_spread_of_its_own() -> None:
+    h100 = find_accelerator("H100")
+    own = SPREADS.get_uncertainty(h100, "shardwright", is_sparse=False)
+    sparse = SPREADS.get_uncertainty(h100, "shardwright", is_sparse=True)
+    other = SPREADS.get_uncertainty(h100, "new", is_sparse=False)
+    assert own.memory.low == pytest.approx(0.015)
+    assert own.memory.high == pytest.approx(math.hypot(0.025, 0.1))
+    assert sparse.memory.low == pytest.approx(math.hypot(0.015, 0.4))
+    assert other.memory.low == pytest.approx(0.05)
+    assert own.time == other.time
+
+
 def test_measured_ranks_of_a_cpu_have_a_spread_of_their_own() -> None:
     cpu = find_accelerator("CPU")
     uncertainty = SPREADS.get_uncertainty(cpu, "shardwright", is_sparse=True, is_measured=True)
@@ -85,8 +98,9 @@ def test_packaged_intervals_are_wide_where_nothing_was_measured() -> None:
     cpu = spreads.get_uncertainty(
         find_accelerator("CPU"), "shardwright", is_sparse=False, is_measured=True
     )
-    assert own.time.high > 3 * measured.time.high
-    assert own.memory.high > measured.memory.high * 0.99
+    unknown = spreads.get_uncertainty(h100, "unknown", is_sparse=False)
+    assert unknown.time.high > own.time.high > 1.5 * measured.time.high
+    assert unknown.memory.high > 2 * own.memory.high
     assert own.memory_margin > 0.05
     assert cpu.time.high < own.time.high / 2
     assert re.match(r"measured runs: [1-9]\d* of shardwright, ", own.evidence)
