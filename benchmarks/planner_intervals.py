@@ -198,8 +198,8 @@ def combine_parts(
         # Sources with memory have one trainer each: only halves show a measured trainer.
         "memory": measure_spreads("memory", [*found["source"], *found["half"], *public], []),
     }
-    # Our engine is a trainer whose tensors are known, and whose allocator no row determines: as each
-    # of the folder's without its own rows.
+    # Our engine's tensors are known, and no row fits its allocator. So it is like a trainer of the
+    # folder in a fit without its rows.
     spreads["memory"]["own"] = combine_sources(group_errors("memory", found["source"])["trainer"])
     return ErrorSpreads(spreads, count_rows(rows))
 

@@ -153,7 +153,8 @@ def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
     for error in errors:
         row = raw[error.row.case.id]
         if "time" in error.errors:
-            predicted, measured = float(row["first_pred_tok"]), float(row["tokens_per_sec_per_gpu"])
+            predicted = float(row["first_pred_tok"])
+            measured = float(row["tokens_per_sec_per_gpu"])
             assert error.errors["time"] == pytest.approx(log(predicted / measured))
     # A trainer with rows in the fit is a measured one.
     (known,) = {row.case.framework for row in ROWS}
