@@ -57,6 +57,7 @@ from shardwright.planner.published.measurements import (
 from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.uncertainty import (
     INTERVAL_SHARE,
+    OWN_TRAINER,
     ROWS_TO_HALVE,
     ErrorCause,
     ErrorSpread,
@@ -135,24 +136,25 @@ def compute_unseen_errors(
     rows: Iterable[Row], fitted: Iterable[Row], efficiencies: EfficiencyTable
 ) -> list[UnseenError]:
     """Compute the errors of rows under efficiencies fitted to others."""
-    return describe_errors(((row, compute_errors(row, efficiencies)) for row in rows), fitted)
+    return explain_errors(((row, compute_errors(row, efficiencies)) for row in rows), fitted)
 
 
-def load_public_errors(fitted: Iterable[Row]) -> list[UnseenError]:
-    """Load the errors of public rows in predictions before anyone had seen them. `fitted`: rows of
-    the fit, which decide whose trainer and accelerator are measured."""
-    found = []
-    for raw in read_rows(PUBLIC_ROWS):
-        row = Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, ran=True)
-        found.append((row, compute_error(raw, read_first_prediction(raw))))
-    return describe_errors(found, fitted)
+def load_public_errors() -> list[tuple[Row, PublicError]]:
+    """Load public rows with the errors of their predictions before anyone had seen one."""
+    return [
+        (
+            Row(read_published_run(raw["id"], extract_configuration(raw)), None, None, ran=True),
+            compute_error(raw, read_first_prediction(raw)),
+        )
+        for raw in read_rows(PUBLIC_ROWS)
+    ]
 
 
-def describe_errors(
+def explain_errors(
     errors: Iterable[tuple[Row, Errors | PublicError]], fitted: Iterable[Row]
 ) -> list[UnseenError]:
     """Return the errors of rows with a measurement, and how little the fitted rows say about each
-    trainer and accelerator."""
+    trainer and accelerator. `fitted`: rows of the fit."""
     num_rows = count_rows(fitted)
 
     def compute_ignorance(quantity: Quantity, name: str) -> float:
@@ -209,11 +211,11 @@ def calibrate(rows: Sequence[Row], initial: EfficiencyTable) -> ErrorSpreads:
     half of the rows being left out once. Runs of `make gpu` count as measurements of our engine."""
     parts = list_parts(rows)
     errors = predict_left_out(rows, chain(*parts.values()), initial)
-    found = combine_parts(rows, parts, errors, load_public_errors(rows))
+    found = combine_parts(rows, parts, errors, explain_errors(load_public_errors(), rows))
     results = json.loads(GPU_MEASUREMENTS.read_text(encoding="utf-8"))
     own = {"time": "tokens_per_second", "memory": "peak_allocated_bytes"}
     num_rows = {
-        quantity: {**numbers, "shardwright": count_predicted_runs(results, own[quantity])}
+        quantity: {**numbers, OWN_TRAINER: count_predicted_runs(results, own[quantity])}
         for quantity, numbers in found.num_rows.items()
     }
     return replace(found, num_rows=num_rows)
@@ -358,13 +360,14 @@ def cover_sources(
     wanted = [*own, *(part for kinds in [*parts, every_part] for part in chain(*kinds.values()))]
     errors = iter(predict_left_out(rows, wanted, initial))
     own_errors = [next(errors) for _ in own]
+    public_errors = load_public_errors()
     found = {}
     for source, is_absent, kinds, unseen in zip(sources, absent, parts, own_errors, strict=True):
         present = [row for row in rows if not is_absent(row)]
-        spreads = combine_parts(present, kinds, errors, load_public_errors(present))
+        spreads = combine_parts(present, kinds, errors, explain_errors(public_errors, present))
         found[source] = measure_coverage(unseen, spreads)
     fitted_errors = list(errors)
-    public = load_public_errors(rows)
+    public = explain_errors(public_errors, rows)
     for source in sorted({error.row.case.source for error in public}):
         others = [error for error in public if error.row.case.source != source]
         spreads = combine_parts(rows, every_part, fitted_errors, others)

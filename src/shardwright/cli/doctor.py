@@ -231,7 +231,7 @@ def _print_diagnosis(
     content = diagnosis.as_dict()
     print_findings(diagnosis.findings, console)
     if html is not None:
-        ranks = f"{format_items(diagnosis.world_size, 'rank')}"
+        ranks = format_items(diagnosis.world_size, "rank")
         device_name = diagnosis.device_name or diagnosis.device_kind
         lead = f"{ranks} of {device_name}, layout {diagnosis.layout or 'single rank'}"
         write_page(html, render_diagnosis("Doctor", lead, diagnosis.findings))

@@ -15,6 +15,7 @@ from benchmarks.planner_intervals import (
     combine_parts,
     combine_sources,
     compute_unseen_errors,
+    explain_errors,
     load_public_errors,
     measure_coverage,
     measure_spreads,
@@ -147,7 +148,7 @@ def test_memory_of_our_engine_has_the_spread_of_the_folders_trainers() -> None:
 
 
 def test_errors_of_public_rows_are_those_that_nobody_had_seen() -> None:
-    errors = load_public_errors(ROWS)
+    errors = explain_errors(load_public_errors(), ROWS)
     raw = {row["id"]: row for row in read_rows(PUBLIC_ROWS)}
     assert {error.row.case.id for error in errors} == set(raw)
     for error in errors:

@@ -22,7 +22,7 @@ whose minimum memory does not fit is discarded.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwright.planner.candidate import Candidate
@@ -178,16 +178,9 @@ class _LayoutSearch:
         self.result.num_proven = len(table.proven)
         return self.result
 
-    def _push(
-        self,
-        seconds: float,
-        degrees: Degrees,
-        expand: Callable[..., None],
-        arguments: tuple[object, ...],
-    ) -> None:
-        self._queue.push(
-            seconds * self._straggler_factor + self._fixed_seconds, degrees, expand, arguments
-        )
+    def _add_overhead(self, seconds: float) -> float:
+        """Add what stragglers and the time between steps cost."""
+        return seconds * self._straggler_factor + self._fixed_seconds
 
     # Levels 0 and 1: degrees and micro-batches; minimum over recomputation and methods of tp
     # and cp.
@@ -205,8 +198,8 @@ class _LayoutSearch:
             )  # measured rates need not be monotonic, so no bound holds
             return
         whole_batch = variants[-1]._replace(micro_batch_size=rows)
-        self._push(
-            self._bound_seconds(variants, whole_batch),
+        self._queue.push(
+            self._add_overhead(self._bound_seconds(variants, whole_batch)),
             whole_batch,
             _LayoutSearch._push_largest,
             (variants,),
@@ -224,8 +217,8 @@ class _LayoutSearch:
         fitting = tuple(
             degrees for degrees in variants if degrees.micro_batch_size <= largest.micro_batch_size
         )
-        self._push(
-            self._bound_seconds(variants, largest),
+        self._queue.push(
+            self._add_overhead(self._bound_seconds(variants, largest)),
             largest,
             _LayoutSearch._expand_variants,
             (fitting,),
@@ -249,7 +242,9 @@ class _LayoutSearch:
                 costs = self.costs.get_min_layer_costs(degrees)
                 min_seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = (degrees, pipelines)
-                self._push(min_seconds, degrees, _LayoutSearch._expand_degrees, choice)
+                self._queue.push(
+                    self._add_overhead(min_seconds), degrees, _LayoutSearch._expand_degrees, choice
+                )
 
     def _has_capacity_for_degrees(self, degrees: Degrees) -> bool:
         pipelines = self.costs.get_pipeline_options(degrees)
@@ -290,7 +285,9 @@ class _LayoutSearch:
                 choice = PartialChoice(
                     degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
                 )
-                self._push(seconds, degrees, _LayoutSearch._expand_execution, (choice,))
+                self._queue.push(
+                    self._add_overhead(seconds), degrees, _LayoutSearch._expand_execution, (choice,)
+                )
 
     # Level 3: ZeRO.
 
@@ -313,8 +310,8 @@ class _LayoutSearch:
             weight_seconds, exposed_seconds = self.costs.get_data_bound(
                 degrees, sharding, bounds.min_layers
             ).compute_seconds(degrees.accumulation_steps, longest)
-            self._push(
-                chosen.min_seconds + weight_seconds + exposed_seconds,
+            self._queue.push(
+                self._add_overhead(chosen.min_seconds + weight_seconds + exposed_seconds),
                 degrees,
                 _LayoutSearch._expand_sharding,
                 (chosen, sharding, weight_seconds, exposed_seconds),
@@ -354,8 +351,8 @@ class _LayoutSearch:
                 degrees, scheduled.first_rank_load, sharding
             )
             if self._has_capacity_for_live(degrees, persistent.total_at_loss + activation_bytes):
-                self._push(
-                    pass_seconds + weight_seconds + exposed_seconds,
+                self._queue.push(
+                    self._add_overhead(pass_seconds + weight_seconds + exposed_seconds),
                     degrees,
                     _LayoutSearch._expand_schedule,
                     (chosen, sharding, scheduled, exposed_seconds),
@@ -384,10 +381,10 @@ class _LayoutSearch:
             return
         if candidate.layout.pp > 1 and self._queue:
             # Earlier simulations of the schedule may prove that other choices come first.
-            seconds = (
+            seconds = self._add_overhead(
                 self.predictor.bound_pass_seconds(candidate, chosen.costs, self.costs.simulations)
                 + exposed_seconds
-            ) * self._straggler_factor + self._fixed_seconds
+            )
             if seconds > self._queue.first[0]:
                 self._queue.push(
                     seconds,
