@@ -437,6 +437,6 @@ class _LayoutSearch:
         self._queue.push(prediction.time.step, degrees, _LayoutSearch._record_proven, (prediction,))
 
     def _record_proven(self, prediction: Prediction) -> None:
-        """Record a prediction that precedes everything left in the heap: the best of its
+        """Record a prediction that precedes everything left in the queue: the best of its
         key."""
         self._table.prove(prediction)
