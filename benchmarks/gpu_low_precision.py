@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -199,6 +200,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except Exception as error:
+        traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
