@@ -164,8 +164,8 @@ def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) 
     """
     block_maxima = compute_block_maxima(values_RC, scaling) if maxima is None else maxima
     multipliers = _compute_multipliers(block_maxima, scaling)
-    if scaling.is_whole and torch.compiler.is_compiling():
-        # Otherwise each thread of the kernel that writes codes divides in fp64 again.
+    if torch.compiler.is_compiling():
+        # Otherwise the kernel that writes codes divides in fp64 again, once per thread or element.
         multipliers = put_in_memory(multipliers)
     scaled_RC = apply_by_block(torch.mul, values_RC.float(), multipliers, scaling)
     if maxima is not None:
