@@ -95,6 +95,14 @@ class OffloadSection(RecipeSection):
         return max(1, num_bytes // 4096) * 4096
 
     @property
+    def fills_buckets(self) -> bool:
+        """True if buckets have equal sizes. Then as many bytes are read ahead as buffers have.
+
+        On disk each further part of a bucket would be a request of its own.
+        """
+        return self.optimizer == "host"
+
+    @property
     def ahead_bytes(self) -> int:
         """Bytes of `read_ahead_bytes`; 0 for `auto`, which takes more only at the start of a
         run."""

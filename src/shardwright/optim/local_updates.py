@@ -117,7 +117,7 @@ class AdamWRule:
         """Update pieces with their gradients times a factor."""
         for group, members in _collect_by_group(pieces):
             remaining = members
-            if self._one_pass is not None:
+            if self._one_pass is not None and _saves_traffic(members, gradient_factor):
                 remaining = self._one_pass.update(members, group, gradient_factor)
             scale_gradients(remaining, gradient_factor)
             if remaining:
@@ -150,6 +150,19 @@ class AdamWRule:
             maximize=False,
             found_inf=is_skipped,
         )
+
+
+def _saves_traffic(pieces: Sequence[ParameterPiece], gradient_factor: float | DeviceFactor) -> bool:
+    """Return True if one pass moves fewer bytes than torch's kernel, or runs on a CPU.
+
+    torch's kernel updates all tensors in one launch, one pass four at most, and the host of a GPU
+    launches the updates of offloaded moments while it launches a forward pass.
+    """
+    return (
+        pieces[0].local.is_cpu
+        or gradient_factor != 1.0
+        or any(piece.copy is not None for piece in pieces)
+    )
 
 
 def _collect_by_group(
