@@ -290,14 +290,6 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
-        self.optimizer.prepare_counts(
-            [
-                (self._step_counts[piece.name, piece.first_row], self._members[piece.name][1])
-                for index in order
-                for piece in self._partition.buckets[index].pieces
-                if piece.name in updated
-            ]
-        )
         self._stream.begin(order)
         unit: int | None = None
         for index in order:

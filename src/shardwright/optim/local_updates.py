@@ -57,10 +57,6 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         device = parameter.device if group["fused"] else None
         return torch.zeros((), dtype=torch.float32, device=device)
 
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Compute what depends on step counts for all pieces at once."""
-        self._rule.prepare_counts(counts)
-
     def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Prepare the next update of these pieces."""
         self._rule.prepare(pieces)
@@ -100,11 +96,6 @@ class AdamWRule:
         if self._one_pass is not None:
             for group, members in _collect_by_group(pieces):
                 self._one_pass.prepare(members, group)
-
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Compute what depends on the step counts of the next update's pieces."""
-        if self._one_pass is not None:
-            self._one_pass.prepare_counts(counts)
 
     def discard_preparation(self) -> None:
         """Forget what has been prepared."""
