@@ -14,7 +14,8 @@ DEFAULT_BUFFER_BYTES = 64 * 2**20
 DISK_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket of state on disk, for buffers that are 4 to 16 times as large."""
 _BUCKETS_READ_AHEAD = 32
-"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more."""
+"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more. With half as
+many the last block waits longer (docs/decisions/0238-equal-buckets-and-one-launch-each.md)."""
 
 
 class OffloadSection(RecipeSection):
