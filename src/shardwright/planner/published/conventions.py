@@ -433,7 +433,10 @@ class FrameworkConventions(EngineModel):
                 for slot in facts.slot_of_layer
             ]
             counts, head_stage = stage_rules.assign_by_running_sum(
-                costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
+                costs,
+                float(facts.head.num_inputs * facts.head.num_outputs),
+                len(ranks),
+                should_exceed=self.stage_rule == "running_sum",
             )
         begin = 0
         stages = []
