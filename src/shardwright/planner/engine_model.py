@@ -371,10 +371,16 @@ class EngineModel:
         return max([(0.0, 0.0), *layers], key=sum)
 
     def compute_sequence_buffer_bytes(
-        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+        self,
+        gathered_bytes: float,
+        *,
+        num_layers: int,
+        num_passes: float | None,
+        is_accumulated: bool,
     ) -> float:
         """Compute bytes of gathered sequences that outlive their use. `gathered_bytes`: one.
-        `num_passes`: passes in flight through the rank's layers, None without a pipeline."""
+        `num_passes`: passes in flight through the rank's layers, None without a pipeline.
+        `is_accumulated`: a step has several micro-batches."""
         return 0.0
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:

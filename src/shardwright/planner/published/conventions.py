@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeMode
@@ -367,14 +368,21 @@ class FrameworkConventions(EngineModel):
         )
 
     def compute_sequence_buffer_bytes(
-        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+        self,
+        gathered_bytes: float,
+        *,
+        num_layers: int,
+        num_passes: float | None,
+        is_accumulated: bool,
     ) -> float:
-        num_unreleased = self.num_unreleased_sequences
-        if num_passes is not None:
-            # The device, which waits for the next rank with each message, has finished two passes
-            # when the host has launched all. A pass sums the embedding and two branches per layer.
-            waiting = max(0.0, num_passes - 2.0) * (2.0 * num_layers + 1.0)
-            num_unreleased = min(num_unreleased, waiting)
+        # Passes that the host has launched and the device has not finished. Of a single micro-batch
+        # it is the forward pass, before which the device has no work. In a pipeline the device,
+        # which waits for the next rank with each message, has finished two of the passes.
+        num_unfinished = inf if num_passes is None else max(0.0, num_passes - 2.0)
+        if not is_accumulated:
+            num_unfinished = 1.0
+        # A pass sums the embedding and two branches per layer.
+        num_unreleased = min(self.num_unreleased_sequences, num_unfinished * (2.0 * num_layers + 1))
         return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
