@@ -247,6 +247,12 @@ class EngineModel:
         return False
 
     @property
+    def has_device_gradient_shards(self) -> bool:
+        """True if reduced shards of gradients of offloaded parameters are on the device until the
+        backward pass ends."""
+        return False
+
+    @property
     def has_owner_broadcasts(self) -> bool:
         """True if zero_stage 1 updates each tensor on one rank, to which its gradients are reduced
         and which then broadcasts it, one after the other; only reductions overlap."""

@@ -95,6 +95,10 @@ class FrameworkConventions(EngineModel):
     has_flat_gather: bool = False
     """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
     has_owner_broadcasts: bool = False
+    has_device_gradient_shards: bool = False
+    has_device_gradient_shards: bool = False
+    """With parameters on the host, the reduced shards of gradients are on the device until the
+    backward pass ends (FSDP of PyTorch 1, `_accumulate_sharded_grad`)."""
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
