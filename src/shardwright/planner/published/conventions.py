@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 from shardwright.architecture.expert_shape import ExpertShape
 from shardwright.config.recipe import RecomputeMode
@@ -20,6 +19,7 @@ from shardwright.planner.engine_model import (
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.published import stage_rules
+from shardwright.planner.published.host_lead import count_unfinished_passes
 from shardwright.planner.published.host_update import HOST_MEMORY_SHARE, count_host_update_bytes
 from shardwright.planner.published.node_dispatch import time_node_dispatch
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
@@ -96,9 +96,6 @@ class FrameworkConventions(EngineModel):
     """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
     has_owner_broadcasts: bool = False
     has_device_gradient_shards: bool = False
-    has_device_gradient_shards: bool = False
-    """With parameters on the host, the reduced shards of gradients are on the device until the
-    backward pass ends (FSDP of PyTorch 1, `_accumulate_sharded_grad`)."""
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
@@ -379,12 +376,7 @@ class FrameworkConventions(EngineModel):
         num_passes: float | None,
         is_accumulated: bool,
     ) -> float:
-        # Passes that the host has launched and the device has not finished. Of a single micro-batch
-        # it is the forward pass, before which the device has no work. In a pipeline the device,
-        # which waits for the next rank with each message, has finished two of the passes.
-        num_unfinished = inf if num_passes is None else max(0.0, num_passes - 2.0)
-        if not is_accumulated:
-            num_unfinished = 1.0
+        num_unfinished = count_unfinished_passes(num_passes, is_accumulated=is_accumulated)
         # A pass sums the embedding and two branches per layer.
         num_unreleased = min(self.num_unreleased_sequences, num_unfinished * (2.0 * num_layers + 1))
         return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
@@ -444,11 +436,9 @@ class FrameworkConventions(EngineModel):
                 sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
                 for slot in facts.slot_of_layer
             ]
+            head_cost = float(facts.head.num_inputs * facts.head.num_outputs)
             counts, head_stage = stage_rules.assign_by_running_sum(
-                costs,
-                float(facts.head.num_inputs * facts.head.num_outputs),
-                len(ranks),
-                should_exceed=self.stage_rule == "running_sum",
+                costs, head_cost, len(ranks), should_exceed=self.stage_rule == "running_sum"
             )
         begin = 0
         stages = []
