@@ -306,6 +306,18 @@ def test_sequences_of_passes_that_the_host_has_launched_early_stay_unreleased(
     assert num_bytes == 2.0 * (num_unreleased + 2)  # two persistent buffers
 
 
+@pytest.mark.parametrize(("zero_stage", "layers"), [(0, [6, 5, 5, 0]), (1, [5, 5, 5, 1])])
+def test_a_tie_gives_the_stage_one_layer_more_in_the_release_that_polled(
+    zero_stage: int, layers: list[int]
+) -> None:
+    sizes = {"layers": 16, "hidden": 2048, "ffn_hidden": 8192}  # the head costs four layers
+    row = NANOTRON_ROW | sizes | {"gpus": 32, "pp": 4, "zero_stage": zero_stage}
+    run = read_case(**row)
+    layout = run.candidate.layout
+    stages = run.conventions.partition_layers(ModelFacts(run.shape), layout, 4096)
+    assert [stage.last_layer - stage.first_layer for stage in stages] == layers
+
+
 @pytest.mark.parametrize(("global_batch", "num_unreleased"), [(1, 37), (2, 0)])
 def test_a_single_micro_batch_leaves_the_sequences_of_its_forward_pass(
     global_batch: int, num_unreleased: int
