@@ -247,6 +247,12 @@ class EngineModel:
         return False
 
     @property
+    def has_device_gradient_shards(self) -> bool:
+        """True if reduced shards of gradients of offloaded parameters are on the device until the
+        backward pass ends."""
+        return False
+
+    @property
     def has_owner_broadcasts(self) -> bool:
         """True if zero_stage 1 updates each tensor on one rank, to which its gradients are reduced
         and which then broadcasts it, one after the other; only reductions overlap."""
@@ -371,10 +377,16 @@ class EngineModel:
         return max([(0.0, 0.0), *layers], key=sum)
 
     def compute_sequence_buffer_bytes(
-        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+        self,
+        gathered_bytes: float,
+        *,
+        num_layers: int,
+        num_passes: float | None,
+        is_accumulated: bool,
     ) -> float:
         """Compute bytes of gathered sequences that outlive their use. `gathered_bytes`: one.
-        `num_passes`: passes in flight through the rank's layers, None without a pipeline."""
+        `num_passes`: passes in flight through the rank's layers, None without a pipeline.
+        `is_accumulated`: a step has several micro-batches."""
         return 0.0
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:

@@ -239,6 +239,7 @@ def _compute_sequence_bytes(facts: ModelFacts, candidate: Candidate, load: Stage
         candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes,
         num_layers=sum(load.layers),
         num_passes=load.num_in_flight if candidate.layout.pp > 1 else None,
+        is_accumulated=candidate.gradient_accumulation_steps > 1,
     )
 
 

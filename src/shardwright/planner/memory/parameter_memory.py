@@ -122,7 +122,8 @@ def compute_persistent_memory(
         offloaded = optimizer
         optimizer = _compute_device_buffers(candidate, offloaded)
     elif candidate.offload == "parameters":
-        weights = optimizer = gradients = reduced = updated = 0.0
+        weights = optimizer = gradients = updated = 0.0
+        reduced = engine.has_device_gradient_shards * resident.sharded * gradient_bytes
     at_loss = weights + optimizer + compute_gradient_bytes_at_loss(candidate, gradients)
     if candidate.is_sharded:  # cast copies count with the micro-batches in flight
         at_loss += compute_gathered_bytes(

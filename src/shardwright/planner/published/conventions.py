@@ -19,6 +19,7 @@ from shardwright.planner.engine_model import (
 from shardwright.planner.memory.backward_peak import BlockTensorBytes
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.published import stage_rules
+from shardwright.planner.published.host_lead import count_unfinished_passes
 from shardwright.planner.published.host_update import HOST_MEMORY_SHARE, count_host_update_bytes
 from shardwright.planner.published.node_dispatch import time_node_dispatch
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
@@ -94,6 +95,7 @@ class FrameworkConventions(EngineModel):
     has_flat_gather: bool = False
     """zero_stage 1 gathers updated weights into one tensor; freed logits may have room for it."""
     has_owner_broadcasts: bool = False
+    has_device_gradient_shards: bool = False
     has_pipeline_grid: bool = False
     """A rank also communicates with all ranks, with those of its model copy, and with each
     neighbouring stage alone."""
@@ -367,14 +369,16 @@ class FrameworkConventions(EngineModel):
         )
 
     def compute_sequence_buffer_bytes(
-        self, gathered_bytes: float, *, num_layers: int, num_passes: float | None
+        self,
+        gathered_bytes: float,
+        *,
+        num_layers: int,
+        num_passes: float | None,
+        is_accumulated: bool,
     ) -> float:
-        num_unreleased = self.num_unreleased_sequences
-        if num_passes is not None:
-            # The device, which waits for the next rank with each message, has finished two passes
-            # when the host has launched all. A pass sums the embedding and two branches per layer.
-            waiting = max(0.0, num_passes - 2.0) * (2.0 * num_layers + 1.0)
-            num_unreleased = min(num_unreleased, waiting)
+        num_unfinished = count_unfinished_passes(num_passes, is_accumulated=is_accumulated)
+        # A pass sums the embedding and two branches per layer.
+        num_unreleased = min(self.num_unreleased_sequences, num_unfinished * (2.0 * num_layers + 1))
         return (self.num_sequence_buffers + num_unreleased) * gathered_bytes
 
     def compute_full_logit_bytes(self, tokens: int, vocab_size: int, tp: int) -> float:
@@ -432,8 +436,9 @@ class FrameworkConventions(EngineModel):
                 sum(float(p.num_inputs * p.num_outputs) for p in facts.kinds[slot].matmuls)
                 for slot in facts.slot_of_layer
             ]
+            head_cost = float(facts.head.num_inputs * facts.head.num_outputs)
             counts, head_stage = stage_rules.assign_by_running_sum(
-                costs, float(facts.head.num_inputs * facts.head.num_outputs), len(ranks)
+                costs, head_cost, len(ranks), should_exceed=self.stage_rule == "running_sum"
             )
         begin = 0
         stages = []

@@ -224,7 +224,7 @@ def _fill_stages(shape: ModelShape, layout: Layout, rule: StageRule) -> ModelSha
     as full.
     """
     missing = layout.pp * (layout.virtual_stages or 1) - shape.num_layers
-    num_empty = {"running_sum": missing, "even": 2, "weighed": 0}[rule]
+    num_empty = {"even": 2, "weighed": 0}.get(rule, missing)
     return (
         shape
         if missing <= num_empty

@@ -101,6 +101,9 @@ def _describe_fine_tuning(
         )
     if row["notes.no_autocast"] and conventions.name == "huggingface":
         conventions = _describe_uncast(row, conventions)
+    if row["notes.sharding"].lower() == "fsdp" and conventions.name in _FSDP_1_TRAINERS:
+        # `_accumulate_sharded_grad` and `prepare_gradient_for_optim` of torch.distributed.fsdp.
+        conventions = replace(conventions, has_device_gradient_shards=True)
     if row["notes.padding_mask"]:
         conventions = replace(conventions, has_padding_mask=True)
     if row["notes.mixed_precision"] == "PURE":
@@ -121,6 +124,9 @@ def _describe_fine_tuning(
         conventions = replace(conventions, num_norm_tensors=2.0)
     return conventions
 
+
+_FSDP_1_TRAINERS = ("huggingface", "llama-factory", "axolotl")
+"""Trainers whose rows mean PyTorch's first FSDP by the name alone."""
 
 _UNCAST_ADAPTER_PASSES = AdapterPasses(9.5, 14, 14.5, 14, 7, 10)
 """Bytes of PEFT's fp32 adapters between 16-bit products, over two (peft 0.14,

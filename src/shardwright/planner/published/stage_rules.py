@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-StageRule = Literal["weighed", "even", "running_sum"]
+StageRule = Literal["weighed", "even", "running_sum", "running_sum_reached"]
 """`weighed` is shardwright's own rule (`placement.partition_stages`). `even` counts layers, as
 Megatron-Core, DeepSpeed and torchtitan do. `running_sum` is nanotron's: a stage takes layers
-until their cost exceeds its share of the total."""
+until their cost exceeds its share of the total. With `running_sum_reached` an equal cost suffices.
+"""
 
 
 def assign_evenly(num_layers: int, num_stages: int) -> list[int]:
@@ -29,13 +30,24 @@ def assign_evenly(num_layers: int, num_stages: int) -> list[int]:
 
 
 def assign_by_running_sum(
-    layer_costs: Sequence[float], head_cost: float, num_stages: int
+    layer_costs: Sequence[float],
+    head_cost: float,
+    num_stages: int,
+    *,
+    should_exceed: bool = True,
 ) -> tuple[list[int], int]:
     """Return layers per stage, and the stage of the head. The embedding has no cost, and late
     stages may be empty.
 
+    Args:
+        should_exceed: False if a stage also ends where its cost equals its share.
+
     >>> assign_by_running_sum([1.0] * 8, 2.0, 4), assign_by_running_sum([1.0] * 2, 4.0, 8)
     (([3, 3, 2, 0], 3), ([1, 1, 0, 0, 0, 0, 0, 0], 2))
+    >>> assign_by_running_sum([1.0] * 16, 4.0, 4)
+    ([6, 5, 5, 0], 3)
+    >>> assign_by_running_sum([1.0] * 16, 4.0, 4, should_exceed=False)
+    ([5, 5, 5, 1], 3)
     """
     share = (sum(layer_costs) + head_cost) / num_stages
     counts = [0] * num_stages
@@ -44,6 +56,7 @@ def assign_by_running_sum(
     for cost in layer_costs:
         counts[stage] += 1
         assigned_cost += cost
-        if assigned_cost > (stage + 1) * share:
+        limit = (stage + 1) * share
+        if assigned_cost > limit or (assigned_cost == limit and not should_exceed):
             stage += 1
     return counts, stage

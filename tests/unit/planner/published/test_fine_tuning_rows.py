@@ -342,6 +342,24 @@ def test_fsdp_offloads_parameters_with_their_states(source: str, notes: str, off
     assert read_case(source=source, notes=notes, task="full").candidate.offload == offload
 
 
+def test_the_first_fsdp_leaves_shards_of_gradients_on_the_device() -> None:
+    row = {"task": "full", "gpus": 2, "zero_stage": 3, "micro_batch": 1, "seq_len": 256}
+    found = {
+        (source, sharding): predict_run(
+            read_case(source=source, notes=f"pure bf16; {sharding}; CPU offload", **row)
+        )
+        for source, sharding in (
+            ("Hugging Face", "FSDP"),
+            ("Hugging Face", "FSDP2"),
+            ("torchtune", "FSDP"),
+        )
+    }
+    gradients = {key: prediction.memory.gradients for key, prediction in found.items()}
+    weights = predict_run(read_case(source="Hugging Face", notes="pure bf16; FSDP", **row)).memory
+    assert gradients.pop(("Hugging Face", "FSDP")) == weights.weights > 0
+    assert set(gradients.values()) == {0.0}
+
+
 def test_ligers_kernels_replace_those_of_transformers() -> None:
     eager, liger = (read_case(source="DeepSpeed", notes=notes) for notes in ("", "Liger"))
     assert (

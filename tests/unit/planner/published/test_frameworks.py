@@ -14,6 +14,7 @@ from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.published.framework_names import find_framework_name
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
@@ -141,7 +142,10 @@ def test_a_run_with_deepspeed_has_the_conventions_of_deepspeed(notes: str, name:
     engine = read_case(source="Hugging Face", notes=notes).conventions
     host_rate = FrameworkConventions().host_memory_bytes_per_second
     assert engine.host_memory_bytes_per_second > host_rate, "that of DGX H100"
-    engine = replace(engine, host_memory_bytes_per_second=host_rate)
+    assert engine.has_device_gradient_shards == (notes == "FSDP")
+    engine = replace(
+        engine, host_memory_bytes_per_second=host_rate, has_device_gradient_shards=False
+    )
     assert engine == FRAMEWORK_DEFAULTS[name].conventions
 
 
@@ -279,17 +283,52 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "num_passes", "num_unreleased"),
-    [(16, None, 51), (8, 2, 0), (6, 4, 26), (3, 8, 42), (2, 16, 51), (6, 1, 0)],
+    ("num_layers", "num_passes", "is_accumulated", "num_unreleased"),
+    [
+        (16, None, True, 51),
+        (8, 2, True, 0),
+        (6, 4, True, 26),
+        (3, 8, True, 42),
+        (2, 16, True, 51),
+        (6, 1, True, 0),
+        (16, None, False, 33),
+        (28, None, False, 51),
+        (10, 1, False, 21),
+    ],
 )
 def test_sequences_of_passes_that_the_host_has_launched_early_stay_unreleased(
-    num_layers: int, num_passes: float | None, num_unreleased: int
+    num_layers: int, num_passes: float | None, num_unreleased: int, *, is_accumulated: bool
 ) -> None:
     conventions = read_case(**NANOTRON_ROW, gpus=128, tp=8, pp=4).conventions
     num_bytes = conventions.compute_sequence_buffer_bytes(
-        2.0, num_layers=num_layers, num_passes=num_passes
+        2.0, num_layers=num_layers, num_passes=num_passes, is_accumulated=is_accumulated
     )
     assert num_bytes == 2.0 * (num_unreleased + 2)  # two persistent buffers
+
+
+@pytest.mark.parametrize(("zero_stage", "layers"), [(0, [6, 5, 5, 0]), (1, [5, 5, 5, 1])])
+def test_a_tie_gives_the_stage_one_layer_more_in_the_release_that_polled(
+    zero_stage: int, layers: list[int]
+) -> None:
+    sizes = {"layers": 16, "hidden": 2048, "ffn_hidden": 8192}  # the head costs four layers
+    row = NANOTRON_ROW | sizes | {"gpus": 32, "pp": 4, "zero_stage": zero_stage}
+    run = read_case(**row)
+    layout = run.candidate.layout
+    stages = run.conventions.partition_layers(ModelFacts(run.shape), layout, 4096)
+    assert [stage.last_layer - stage.first_layer for stage in stages] == layers
+
+
+@pytest.mark.parametrize(("global_batch", "num_unreleased"), [(1, 37), (2, 0)])
+def test_a_single_micro_batch_leaves_the_sequences_of_its_forward_pass(
+    global_batch: int, num_unreleased: int
+) -> None:
+    row = NANOTRON_ROW | {"gpus": 16, "tp": 8, "pp": 2, "micro_batch": 1, "seq_len": 4096}
+    run = read_case(**row | {"global_batch": global_batch})
+    loaded, without = (
+        predict_rank_memory(run.shape, candidate)[0].activations
+        for candidate in list_candidates(run)
+    )
+    assert loaded - without == num_unreleased * 4096 * 4096 * 2  # 18 layers
 
 
 @pytest.mark.parametrize(
@@ -315,6 +354,7 @@ def test_releases_of_nanotrons_table(
     ).conventions
     assert (conventions.num_unreleased_sequences > 0) == is_unreleased
     assert (conventions.poll_seconds > 0) == is_polled
+    assert (conventions.stage_rule == "running_sum_reached") == is_unreleased
 
 
 @pytest.mark.parametrize(
