@@ -357,6 +357,8 @@ class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, defaults)
         self.model = model
+        self._counted: list[Tensor] = []
+        """Step counts on the host that have been advanced for a step that the device may skip."""
         self.parameter_names = {
             parameter: name
             for group in self.param_groups
@@ -392,9 +394,26 @@ class ShardedOptimizer(UpdateByPiece, torch.optim.Optimizer):
         """Create a parameter's step count of zero, on the device where updates expect it."""
         return torch.zeros((), dtype=torch.float32)
 
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Begin a step; the last one is not taken back any more."""
+        self._counted.clear()
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         raise NotImplementedError
+
+    def advance_counts(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Advance step counts on the host; `undo_counts` takes them back."""
+        for piece in pieces:
+            piece.state["step"] += 1
+        if self.device_factor is not None:
+            self._counted += [piece.state["step"] for piece in pieces]
+
+    def undo_counts(self) -> None:
+        """Take back the step counts of a step that the device skipped."""
+        for count in self._counted:
+            count -= 1
+        self._counted.clear()
 
     def get_row_length(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """Return the elements of a row: rows are updated independently of each other."""
