@@ -289,16 +289,18 @@ def update_blocks(
     else:
         mean_unbiased_NS = mean_NS / factors.mean_correction
         denominator_NS = root_NS / factors.square_correction + factors.eps
-    weights_NS = rows.weights.float()
-    weights_NS = weights_NS - factors.decay * weights_NS
-    weights_NS = weights_NS - factors.lr * mean_unbiased_NS / denominator_NS
-    if rounding is not None:
-        weights_NS = round_to_bf16(weights_NS, _draw_block_bits(weights_NS, rounding))
     is_skipped = gradient_factor.isnan()
-    weights_NS = torch.where(is_skipped, rows.weights, weights_NS.to(rows.weights.dtype))
-    rows.weights.copy_(weights_NS)
+    weights_NS = rows.weights.float()
+    # Choices of operands: old weights would take registers until the end. x - 0 is x.
+    weights_NS = torch.where(is_skipped, weights_NS, weights_NS - factors.decay * weights_NS)
+    step_NS = factors.lr * mean_unbiased_NS / denominator_NS
+    weights_NS = weights_NS - torch.where(is_skipped, 0.0, step_NS)
+    if rounding is None:
+        rows.weights.copy_(weights_NS)
+    else:
+        rows.weights.copy_(round_to_bf16(weights_NS, _draw_block_bits(weights_NS, rounding)))
     if rows.copy is not None:
-        rows.copy.copy_(weights_NS)
+        rows.copy.copy_(weights_NS.to(rows.weights.dtype))
     _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed, is_skipped)
     _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned, is_skipped)
 
