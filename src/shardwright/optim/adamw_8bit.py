@@ -166,7 +166,7 @@ class AdamW8bit(ShardedOptimizer):
         require_torchao()
         self._update = QuantisedUpdate(block_size, compile_function)
         self._prepared_updates: dict[int, _PreparedUpdate] = {}
-        """By the piece's id."""
+        """Updates by the piece's id."""
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""

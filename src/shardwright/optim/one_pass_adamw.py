@@ -314,15 +314,11 @@ def _share_memory(batch: Sequence[_PreparedUpdate]) -> bool:
     return len(set(written)) < len(written)
 
 
-def make_factor(
-    gradient_factor: float | DeviceFactor,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def make_factor(gradient_factor: float | DeviceFactor, device: torch.device) -> Tensor:
     """Return the factor as a tensor on a device: always, because a graph is for one device."""
     if isinstance(gradient_factor, DeviceFactor):
         return gradient_factor.value
-    return torch.full((), gradient_factor, dtype=dtype, device=device)
+    return torch.full((), gradient_factor, dtype=torch.float32, device=device)
 
 
 def _advance_counts(steps: list[Tensor], gradient_factor: float | DeviceFactor) -> None:

@@ -37,7 +37,7 @@ _SAMPLE_BLOCKS = 1021
 """Enough for the compiler's choice for large tensors: on CUDA one warp updates four blocks."""
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]
-"""Of weights, gradient and copy."""
+"""The dtypes of weights, gradient and copy."""
 Constants = tuple[float, float, float]
 """1 - beta1, 1 - beta2 and eps."""
 Update = Callable[[GradientFactor], None]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from shardwright.optim.code_places import CodePlaces, build_code_places, find_codes
 from shardwright.optim.exact_operations import divide_blocks, interpolate, take_root
-from shardwright.optim.one_pass_adamw import make_factor
 from shardwright.optim.sharded_optimizer import DeviceFactor
 from shardwright.optim.stochastic_rounding import (
     PlaceNumbers,
@@ -105,13 +104,12 @@ class GradientFactor(NamedTuple):
 
 
 def build_gradient_factor(
-    factor: float | DeviceFactor, device: torch.device, dtype: torch.dtype = torch.float32
+    factor: float | DeviceFactor, device: torch.device, dtype: torch.dtype
 ) -> GradientFactor:
     """Build the factor from the host's number or the device's."""
-    value = make_factor(factor, device, dtype)
     if isinstance(factor, DeviceFactor):
-        return GradientFactor(value, None, value.isnan())
-    return GradientFactor(value, factor, None)
+        return GradientFactor(factor.value, None, factor.value.isnan())
+    return GradientFactor(torch.full((), factor, dtype=dtype, device=device), factor, None)
 
 
 def compute_factors(num_updates: int, group: Mapping[str, Any]) -> Factors:
