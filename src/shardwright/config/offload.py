@@ -14,7 +14,8 @@ DEFAULT_BUFFER_BYTES = 64 * 2**20
 DISK_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket of state on disk, for buffers that are 4 to 16 times as large."""
 _BUCKETS_READ_AHEAD = 32
-"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more."""
+"""Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more. With half as
+many the last block waits longer (docs/decisions/0238-equal-buckets-and-one-launch-each.md)."""
 
 
 class OffloadSection(RecipeSection):
@@ -93,6 +94,14 @@ class OffloadSection(RecipeSection):
             return max(self.buffer_bytes, ahead_bytes)
         num_bytes = min(max(DISK_BUCKET_BYTES, self.buffer_bytes // 16), self.buffer_bytes // 4)
         return max(1, num_bytes // 4096) * 4096
+
+    @property
+    def fills_buckets(self) -> bool:
+        """True if buckets have equal sizes. Then as many bytes are read ahead as buffers have.
+
+        On disk each further part of a bucket would be a request of its own.
+        """
+        return self.optimizer == "host"
 
     @property
     def ahead_bytes(self) -> int:

@@ -39,6 +39,10 @@ class BucketStream:
         """Open swaps of buckets that are read ahead, in the order in which they will be used."""
         self._resident_swaps: dict[int, Swap] = {}
         """Open swaps of buckets that stay in staging memory; the store has older bytes."""
+        self._open_swaps: dict[int, Swap] = {}
+        """All of these, by bucket."""
+        self._open_bytes = 0
+        """Bytes of `swaps`."""
         self._order: Sequence[int] = ()
         """Buckets of the update."""
         self._following: deque[int] = deque()
@@ -64,7 +68,7 @@ class BucketStream:
         It is swapped out afterwards, and those that fit then are swapped in.
         """
         is_resident = index in self._store.resident_buckets
-        swap = self._resident_swaps[index] if is_resident else self.swaps[0]
+        swap = self._open_swaps[index]
         parts = wait_for_parts(self._store, swap)
         copied: torch.cuda.Event | None = None
         if self._device_buffers is None:
@@ -74,7 +78,7 @@ class BucketStream:
             yield self._device_buffers.open(index)
             copied = self._device_buffers.empty(index, parts)
         if not is_resident:
-            self._store.swap_out(self.swaps.popleft(), copied)
+            self._store.swap_out(self._close_first(), copied)
             self._request()
         self._fill()
 
@@ -91,6 +95,7 @@ class BucketStream:
             self._device_buffers.synchronize()
         for swap in self._resident_swaps.values():
             self._store.swap_out(swap)
+            del self._open_swaps[swap.index]
         self._resident_swaps.clear()
         self._release()
 
@@ -98,12 +103,12 @@ class BucketStream:
         """Discard the state and free the store."""
         self.swaps.clear()
         self._resident_swaps.clear()
+        self._open_swaps.clear()
         self._store.close()
 
     def _request_all(self) -> None:
         """Request the buckets of an update that are not on their way."""
-        is_open = {swap.index for swap in self.swaps} | self._resident_swaps.keys()
-        self._following = deque(index for index in self._order if index not in is_open)
+        self._following = deque(index for index in self._order if index not in self._open_swaps)
         self._request()
         if self._device_buffers is not None:
             self._unfilled = deque(self._order[len(self._device_buffers.filled) :])
@@ -111,26 +116,34 @@ class BucketStream:
 
     def _request(self) -> None:
         """Start to swap in the following buckets, up to the first that does not fit."""
-        free_bytes = self._store.capacity_bytes - sum(swap.bucket.num_bytes for swap in self.swaps)
         while self._following:
             index = self._following[0]
             bucket = self._buckets[index]
-            if index in self._store.resident_buckets:
-                self._resident_swaps[index] = self._store.swap_in(index, bucket)
-            else:
-                free_bytes -= bucket.num_bytes
-                if free_bytes < 0:
+            is_resident = index in self._store.resident_buckets
+            if not is_resident:
+                if self._open_bytes + bucket.num_bytes > self._store.capacity_bytes:
                     return
-                self.swaps.append(self._store.swap_in(index, bucket))
+                self._open_bytes += bucket.num_bytes
+            swap = self._open_swaps[index] = self._store.swap_in(index, bucket)
+            if is_resident:
+                self._resident_swaps[index] = swap
+            else:
+                self.swaps.append(swap)
             self._following.popleft()
+
+    def _close_first(self) -> Swap:
+        """Remove the first of `swaps`."""
+        swap = self.swaps.popleft()
+        del self._open_swaps[swap.index]
+        self._open_bytes -= swap.bucket.num_bytes
+        return swap
 
     def _fill(self) -> None:
         """Copy the following buckets that have arrived to free buffers of the device."""
         if self._device_buffers is None:
             return
-        swaps = {swap.index: swap for swap in self.swaps} | self._resident_swaps
         while self._unfilled and self._device_buffers.num_free:
-            swap = swaps.get(self._unfilled[0])
+            swap = self._open_swaps.get(self._unfilled[0])
             if swap is None or not swap.parts.done():
                 return
             self._device_buffers.fill(swap.index, swap.bucket, swap.parts.result())
@@ -141,4 +154,4 @@ class BucketStream:
         if self._device_buffers is not None:
             self._device_buffers.discard()
         while self.swaps:
-            self._store.release(self.swaps.popleft())
+            self._store.release(self._close_first())

@@ -61,6 +61,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         *,
         bucket_bytes: int,
         device: torch.device,
+        should_fill_buckets: bool = False,
         has_host_update: bool = False,
         parameters: ParameterOffload | None = None,
         overlap: UpdateOverlap | None = None,
@@ -74,6 +75,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             bucket_bytes: Size of a bucket. One matrix may need more (Adafactor: the state of a
                 block, or all of it if the parameters stay).
             device: Device of parameters and gradients.
+            should_fill_buckets: Give buckets equal sizes (`partition_state`).
             has_host_update: True to update on the host what is on a CUDA device.
             parameters: Brings parameters and gradients that are elsewhere.
             overlap: Lets each module wait for the update of its own weights, or updates in the
@@ -99,6 +101,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         self._partition = partition_state(
             [self._describe(name) for name in self._members],
             bucket_bytes if optimizer.is_divisible else 1 << 62,
+            should_fill=should_fill_buckets,
         )
         self._host_update = (
             HostUpdate({name: member for name, (member, _) in self._members.items()}, device)
@@ -287,14 +290,6 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None:
             self._host_update.begin_update()
-        self.optimizer.prepare_counts(
-            [
-                (self._step_counts[piece.name, piece.first_row], self._members[piece.name][1])
-                for index in order
-                for piece in self._partition.buckets[index].pieces
-                if piece.name in updated
-            ]
-        )
         self._stream.begin(order)
         unit: int | None = None
         for index in order:

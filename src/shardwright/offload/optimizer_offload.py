@@ -78,6 +78,7 @@ def offload_optimizer(
         model,
         create_store,
         bucket_bytes=section.bucket_bytes,
+        should_fill_buckets=section.fills_buckets,
         device=device,
         has_host_update=has_host_update,
         parameters=parameters,

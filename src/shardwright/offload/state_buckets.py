@@ -1,9 +1,9 @@
 """Division of an optimizer's state into buckets that fit a staging buffer.
 
-A store has *segments*: consecutive bytes, each with whole state tensors. Small parameters share
-a bucket, which is one segment, so it moves in one transfer. A parameter whose state exceeds the
-buffer is divided by rows into buckets of its own; each of its state tensors is one segment and
-stays contiguous, as checkpoints read it. Parts begin at multiples of a page, which direct I/O
+A store has *segments*: consecutive bytes, each with whole state tensors. Small parameters of a
+bucket share one segment, so they move in one transfer. A parameter whose state exceeds the buffer
+is divided by rows into several buckets; each of its state tensors is one segment and stays
+contiguous, as checkpoints read it. Parts begin at multiples of a page, which direct I/O
 requires. So vectorised kernels treat the same last elements of a tensor one by one as in an
 update of the whole, and the bits are the same.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -24,6 +25,8 @@ _MIN_DEVICE_BUFFERS = 3
 """At any time one is filled, one updated and one emptied."""
 _TENSOR_BYTES = 256
 """Alignment of tensors inside a segment, which CUDA's vector loads need."""
+_LEAST_REST = 16
+"""Part of a bucket that may remain empty rather than divide a parameter: each piece is copied."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,13 @@ class PieceView:
 
     def read(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the view of a bucket's ranges, given as one tensor of bytes each."""
-        num_bytes = count_elements(self.shape) * self.dtype.itemsize
-        part = parts[self.range_index][self.offset_bytes : self.offset_bytes + num_bytes]
-        return part.view(self.dtype).view(self.shape)
+        part = parts[self.range_index]
+        first = (part.storage_offset() + self.offset_bytes) // self.dtype.itemsize
+        return part.view(self.dtype).as_strided(self.shape, self._strides, first)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(count_elements(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class StateBucket:
     pieces: tuple[BucketPiece, ...]
     ranges: tuple[ByteRange, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of its staging buffer."""
         return self.ranges[-1].buffer_bytes + self.ranges[-1].num_bytes
@@ -161,87 +168,146 @@ class StatePartition:
         return resident
 
 
-def partition_state(parameters: Sequence[OffloadedParameter], buffer_bytes: int) -> StatePartition:
+def partition_state(
+    parameters: Sequence[OffloadedParameter], buffer_bytes: int, *, should_fill: bool = False
+) -> StatePartition:
     """Divide the state of a rank's parameters into buckets of about `buffer_bytes`.
 
     A parameter that cannot be divided may have a larger bucket. No bucket has parameters of two
     units.
+
+    Args:
+        should_fill: Divide parameters where a bucket ends, so that buckets have equal sizes.
+            Otherwise only those that exceed `buffer_bytes` are divided, and share no bucket.
     """
     partition = StatePartition()
-    pending: list[OffloadedParameter] = []
-    pending_bytes = 0
+    bucket = _OpenBucket(partition)
     unit: int | None = None
     for parameter in parameters:
-        has_new_unit = parameter.unit not in (None, unit)
-        unit = parameter.unit if has_new_unit else unit
-        if pending and (has_new_unit or pending_bytes + parameter.num_bytes > buffer_bytes):
-            _add_shared_bucket(partition, pending)
-            pending = []
-            pending_bytes = 0
-        if parameter.is_divisible and parameter.num_bytes > buffer_bytes:
-            _add_divided_parameter(partition, parameter, buffer_bytes)
+        if parameter.unit not in (None, unit):
+            bucket.close()
+            unit = parameter.unit
+        rest_bytes = buffer_bytes - bucket.num_bytes
+        fills_rest = should_fill and rest_bytes >= buffer_bytes // _LEAST_REST
+        if parameter.num_bytes <= rest_bytes:
+            bucket.add(parameter)
+        elif parameter.is_divisible and (fills_rest or parameter.num_bytes > buffer_bytes):
+            if not fills_rest:
+                bucket.close()
+            bucket.add_divided(parameter, buffer_bytes)
+            if not should_fill:
+                bucket.close()
         else:
-            pending.append(parameter)
-            pending_bytes += parameter.num_bytes
-    if pending:
-        _add_shared_bucket(partition, pending)
+            bucket.close()
+            bucket.add(parameter)
+    bucket.close()
     return partition
 
 
-def _add_shared_bucket(partition: StatePartition, parameters: Sequence[OffloadedParameter]) -> None:
-    segment = len(partition.segment_bytes)
-    offset = 0
-    pieces = []
-    for parameter in parameters:
-        views = {}
-        for name, spec in parameter.state.items():
-            partition.tensors[parameter.name, name] = StoredTensor(segment, offset, spec)
-            views[name] = PieceView(0, offset, spec.shape, spec.dtype)
-            offset += _round_up(spec.num_bytes, _TENSOR_BYTES)
-        pieces.append(BucketPiece(parameter.name, views))
-    num_bytes = _round_up(offset, PAGE_BYTES)
-    partition.segment_bytes.append(num_bytes)
-    partition.buckets.append(StateBucket(tuple(pieces), (ByteRange(segment, 0, num_bytes, 0),)))
+class _OpenBucket:
+    """Bucket that is being filled: whole parameters, and rows of divided ones."""
 
+    def __init__(self, partition: StatePartition) -> None:
+        self._partition = partition
+        self._pieces: list[BucketPiece] = []
+        self._ranges: list[ByteRange] = []
+        self._pending: list[OffloadedParameter] = []
+        """Parameters that will share the next segment."""
 
-def _add_divided_parameter(
-    partition: StatePartition, parameter: OffloadedParameter, buffer_bytes: int
-) -> None:
-    num_rows = parameter.num_elements // parameter.row_length
-    row_elements = {
-        name: count_elements(spec.shape) // num_rows for name, spec in parameter.state.items()
-    }
-    row_bytes = {
-        name: row_elements[name] * spec.dtype.itemsize for name, spec in parameter.state.items()
-    }
-    first_segment = len(partition.segment_bytes)
-    for index, (name, spec) in enumerate(parameter.state.items()):
-        partition.tensors[parameter.name, name] = StoredTensor(first_segment + index, 0, spec)
-        partition.segment_bytes.append(_round_up(spec.num_bytes, PAGE_BYTES))
-    # Every piece begins on a page in every state tensor.
-    unit = math.lcm(
-        *(PAGE_BYTES // math.gcd(PAGE_BYTES, size) for size in row_bytes.values()),
-    )
-    piece_rows = max(unit, buffer_bytes // sum(row_bytes.values()) // unit * unit)
-    for first_row in range(0, num_rows, piece_rows):
-        count = min(piece_rows, num_rows - first_row)
-        views = {}
-        ranges: list[ByteRange] = []
-        buffer_offset = 0
-        for index, (name, spec) in enumerate(parameter.state.items()):
-            num_bytes = _round_up(count * row_bytes[name], PAGE_BYTES)
-            ranges.append(
-                ByteRange(
-                    first_segment + index, first_row * row_bytes[name], num_bytes, buffer_offset
+    @property
+    def num_bytes(self) -> int:
+        """Bytes so far."""
+        pending_bytes = sum(parameter.num_bytes for parameter in self._pending)
+        return self._count_range_bytes() + pending_bytes
+
+    def add(self, parameter: OffloadedParameter) -> None:
+        """Add a whole parameter."""
+        self._pending.append(parameter)
+
+    def add_divided(self, parameter: OffloadedParameter, buffer_bytes: int) -> None:
+        """Add rows of a parameter up to `buffer_bytes`, and the others to further buckets."""
+        num_rows = parameter.num_elements // parameter.row_length
+        row_elements = {
+            name: count_elements(spec.shape) // num_rows for name, spec in parameter.state.items()
+        }
+        row_bytes = {
+            name: row_elements[name] * spec.dtype.itemsize for name, spec in parameter.state.items()
+        }
+        # Every piece begins on a page in every state tensor.
+        unit = math.lcm(
+            *(PAGE_BYTES // math.gcd(PAGE_BYTES, size) for size in row_bytes.values()),
+        )
+        self._close_segment()
+        segments = {name: self._add_segment(parameter, name) for name in parameter.state}
+        first_row = 0
+        while first_row < num_rows:
+            fitting = (buffer_bytes - self.num_bytes) // sum(row_bytes.values()) // unit * unit
+            if fitting <= 0 and self._ranges:
+                self.close()
+                continue
+            count = min(max(unit, fitting), num_rows - first_row)
+            views = {}
+            for name, spec in parameter.state.items():
+                width = row_elements[name]
+                shape = (count,) if parameter.row_length == 1 else (count, width)
+                views[name] = PieceView(len(self._ranges), 0, shape, spec.dtype)
+                self._add_range(
+                    segments[name], first_row * row_bytes[name], count * row_bytes[name]
                 )
+            is_last = first_row + count == num_rows
+            self._pieces.append(
+                BucketPiece(parameter.name, views, first_row, count, parameter.row_length, is_last)
             )
-            buffer_offset += num_bytes
-            width = row_elements[name]
-            shape = (count,) if parameter.row_length == 1 else (count, width)
-            views[name] = PieceView(index, 0, shape, spec.dtype)
-        is_last = first_row + count == num_rows
-        piece = BucketPiece(parameter.name, views, first_row, count, parameter.row_length, is_last)
-        partition.buckets.append(StateBucket((piece,), tuple(ranges)))
+            first_row += count
+            if not is_last:
+                self.close()
+
+    def close(self) -> None:
+        """Add the bucket to the partition, if it is not empty."""
+        self._close_segment()
+        if self._ranges:
+            bucket = StateBucket(tuple(self._pieces), tuple(self._ranges))
+            self._partition.buckets.append(bucket)
+        self._pieces = []
+        self._ranges = []
+
+    def _close_segment(self) -> None:
+        """Give the pending parameters a segment."""
+        if not self._pending:
+            return
+        segment = len(self._partition.segment_bytes)
+        offset = 0
+        for parameter in self._pending:
+            views = {}
+            for name, spec in parameter.state.items():
+                place = StoredTensor(segment, offset, spec)
+                self._partition.tensors[parameter.name, name] = place
+                views[name] = PieceView(len(self._ranges), offset, spec.shape, spec.dtype)
+                offset += _round_up(spec.num_bytes, _TENSOR_BYTES)
+            self._pieces.append(BucketPiece(parameter.name, views))
+        self._partition.segment_bytes.append(round_to_pages(offset))
+        self._add_range(segment, 0, offset)
+        self._pending = []
+
+    def _add_segment(self, parameter: OffloadedParameter, name: str) -> int:
+        """Add the segment of one state tensor; return its index."""
+        spec = parameter.state[name]
+        segment = len(self._partition.segment_bytes)
+        self._partition.tensors[parameter.name, name] = StoredTensor(segment, 0, spec)
+        self._partition.segment_bytes.append(round_to_pages(spec.num_bytes))
+        return segment
+
+    def _add_range(self, segment: int, offset_bytes: int, num_bytes: int) -> None:
+        """Add the pages of a segment that have these bytes."""
+        place = ByteRange(
+            segment, offset_bytes, round_to_pages(num_bytes), self._count_range_bytes()
+        )
+        self._ranges.append(place)
+
+    def _count_range_bytes(self) -> int:
+        if not self._ranges:
+            return 0
+        return self._ranges[-1].buffer_bytes + self._ranges[-1].num_bytes
 
 
 def round_to_pages(num_bytes: int) -> int:

@@ -141,6 +141,8 @@ class HostStore:
     capacity_bytes: int = 1 << 62
     resident_buckets: Collection[int] = ()
     counts: TransferCounts = field(default_factory=TransferCounts)
+    _swaps: dict[int, Swap] = field(default_factory=dict)
+    """Swaps of buckets, which are the same in every update."""
 
     @classmethod
     def allocate(
@@ -154,15 +156,18 @@ class HostStore:
 
     def swap_in(self, index: int, bucket: StateBucket) -> Swap:
         """Return the bucket, which is in host memory already."""
-        parts: Future[list[Tensor]] = Future()
-        parts.set_result(
-            [
-                self.segments[part.segment][part.offset_bytes : part.offset_bytes + part.num_bytes]
-                for part in bucket.ranges
-            ]
-        )
         self.counts.read_bytes += bucket.num_bytes
-        return Swap(index, bucket, parts)
+        swap = self._swaps.get(index)
+        if swap is None:
+            parts: Future[list[Tensor]] = Future()
+            parts.set_result(
+                [
+                    self.segments[place.segment].narrow(0, place.offset_bytes, place.num_bytes)
+                    for place in bucket.ranges
+                ]
+            )
+            swap = self._swaps[index] = Swap(index, bucket, parts)
+        return swap
 
     def swap_out(self, swap: Swap, ready_event: torch.cuda.Event | None = None) -> None:
         """Count the bytes of the segments, which updates and device copies have written."""
@@ -178,3 +183,4 @@ class HostStore:
     def close(self) -> None:
         """Free the memory."""
         self.segments = []
+        self._swaps.clear()

@@ -57,10 +57,6 @@ class AdamW(ElementwiseUpdate, torch.optim.AdamW):
         device = parameter.device if group["fused"] else None
         return torch.zeros((), dtype=torch.float32, device=device)
 
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Compute what depends on step counts for all pieces at once."""
-        self._rule.prepare_counts(counts)
-
     def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Prepare the next update of these pieces."""
         self._rule.prepare(pieces)
@@ -101,11 +97,6 @@ class AdamWRule:
             for group, members in _collect_by_group(pieces):
                 self._one_pass.prepare(members, group)
 
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Compute what depends on the step counts of the next update's pieces."""
-        if self._one_pass is not None:
-            self._one_pass.prepare_counts(counts)
-
     def discard_preparation(self) -> None:
         """Forget what has been prepared."""
         if self._one_pass is not None:
@@ -117,7 +108,7 @@ class AdamWRule:
         """Update pieces with their gradients times a factor."""
         for group, members in _collect_by_group(pieces):
             remaining = members
-            if self._one_pass is not None:
+            if self._one_pass is not None and _saves_traffic(members, gradient_factor):
                 remaining = self._one_pass.update(members, group, gradient_factor)
             scale_gradients(remaining, gradient_factor)
             if remaining:
@@ -150,6 +141,19 @@ class AdamWRule:
             maximize=False,
             found_inf=is_skipped,
         )
+
+
+def _saves_traffic(pieces: Sequence[ParameterPiece], gradient_factor: float | DeviceFactor) -> bool:
+    """Return True if one pass moves fewer bytes than torch's kernel, or runs on a CPU.
+
+    torch's kernel updates all tensors in one launch, one pass four at most, and the host of a GPU
+    launches the updates of offloaded moments while it launches a forward pass.
+    """
+    return (
+        pieces[0].local.is_cpu
+        or gradient_factor != 1.0
+        or any(piece.copy is not None for piece in pieces)
+    )
 
 
 def _collect_by_group(

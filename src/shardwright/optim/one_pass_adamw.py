@@ -182,20 +182,6 @@ class OnePassAdamW:
         """Numbers of tensors for which there is a graph, besides one."""
         self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
         """By the piece's id; None if the one pass does not apply."""
-        self._numbers: dict[int, AdamWNumbers] = {}
-        """Numbers of the next update of a piece, by id of its step count."""
-
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> None:
-        """Compute the numbers of the next update of pieces, given by step count and group.
-
-        On a GPU that takes a dozen kernels for all pieces of a group, or for each.
-        """
-        self._numbers = {}
-        groups = {id(group): group for _, group in counts}
-        for key, group in groups.items():
-            steps = [step for step, owner in counts if id(owner) == key and not step.is_cpu]
-            if steps:
-                self._numbers |= zip(map(id, steps), _advance(steps, group), strict=True)
 
     def prepare(self, pieces: Sequence[ParameterPiece], group: Mapping[str, Any]) -> None:
         """Do for pieces of one group what their next update needs besides the gradients' factor.
@@ -210,11 +196,7 @@ class OnePassAdamW:
                 chosen.append((piece, tensors))
         if not chosen:
             return
-        steps = [piece.state["step"] for piece, _ in chosen]
-        if all(id(step) in self._numbers for step in steps):
-            all_numbers = [self._numbers.pop(id(step)) for step in steps]
-        else:
-            all_numbers = _advance(steps, group)
+        all_numbers = _advance([piece.state["step"] for piece, _ in chosen], group)
         for (piece, tensors), numbers in zip(chosen, all_numbers, strict=True):
             self._prepared[id(piece)] = (piece, _PreparedUpdate(piece, tensors, numbers))
 

@@ -164,11 +164,6 @@ class PiecewiseOptimizer(Protocol):
         """Return True if parameters without a gradient are updated as with zeros."""
         ...
 
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Prepare an update of pieces with these step counts and groups, which follow in any
-        number of calls."""
-        ...
-
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         ...
@@ -290,9 +285,6 @@ class UpdateByPiece:
         self.gradient_factor = 1.0
         self.device_factor = None
         self.discard_preparation()
-
-    def prepare_counts(self, counts: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Prepare nothing, unless an optimizer overrides it."""
 
     def list_pieces(self) -> list[ParameterPiece]:
         """List the parameters to update, each as one piece, with the state of this optimizer."""

@@ -193,6 +193,7 @@ def build_fake_offloaded_optimizer(
         model,
         create_store,
         bucket_bytes=section.bucket_bytes,
+        should_fill_buckets=section.fills_buckets,
         device=torch.device("cpu"),  # no copies: the segments are where the update runs
         parameters=parameters,
     )

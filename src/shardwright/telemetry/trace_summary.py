@@ -29,6 +29,10 @@ HOST_BOUND_SECONDS = 5e-6
 """A kernel that starts sooner after its launch has returned did not wait for the device."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _DEVICE = {"kernel": "", "gpu_memcpy": "copies", "gpu_memset": "copies"}
+_HOST_COPIES = ("HtoD", "DtoH")
+"""Directions in the names of copies to or from the host."""
+_TRANSFERS = "transfers"
+"""Kind of these copies. They need no processor of the device, so they are no kernels."""
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _HOST = ("cpu_op", "user_annotation", *_LAUNCHES)
 _QUANTISATION = ("amax", "scaled_mm", "clamp", "quant")
@@ -68,7 +72,7 @@ class KindTime:
 
 @dataclass(frozen=True)
 class Gap:
-    """Time without a kernel on the device."""
+    """Time without a kernel on the device, perhaps with transfers."""
 
     seconds: float
     phase: str
@@ -152,9 +156,10 @@ def summarise_trace(
     """
     spans = [event for event in events if event.get("ph") == "X" and "cat" in event]
     threads = _collect_threads(spans)
-    kernels = sorted(_list_kernels(spans, threads), key=lambda kernel: kernel.start)
-    if not kernels:
+    work = sorted(_list_kernels(spans, threads), key=lambda kernel: kernel.start)
+    if not work:
         raise ValueError("the trace has neither kernels of a device nor operators")
+    kernels = [kernel for kernel in work if kernel.kind != _TRANSFERS] or work
     gaps = [
         (end, following)
         for end, following in _find_gaps(kernels)
@@ -171,7 +176,7 @@ def summarise_trace(
         seconds=seconds,
         busy_seconds=seconds - sum(idle.values()) / 1e6,
         phases=_sum_phases(kernels, idle),
-        kinds=_sum_kinds(kernels, kind_bytes or {}),
+        kinds=_sum_kinds(work, kind_bytes or {}),
         gaps=tuple(
             Gap(
                 (following.start - end) / 1e6,
@@ -261,7 +266,10 @@ def _list_kernels(
         start = event["ts"]
         phase = find_phase(start if launch is None else launch.start, thread)
         kind = _DEVICE[event["cat"]] or classify_kernel(event["name"])
-        if kind not in ("copies", "communication") and phase in ("gradient norm", "update"):
+        if kind == "copies" and any(way in event["name"] for way in _HOST_COPIES):
+            kind = _TRANSFERS
+        is_moved = kind in ("copies", _TRANSFERS, "communication")
+        if not is_moved and phase in ("gradient norm", "update"):
             kind = phase
         num_bytes = arguments.get("bytes")
         yield _Kernel(start, start + event["dur"], kind, phase, num_bytes, launch, thread)

@@ -57,7 +57,8 @@ class Outcome:
     ahead_bytes: list[int] = field(default_factory=list)
     """Those whose copy to the device has been launched before each update."""
     peak_bytes: int = 0
-    """Largest memory of the last three steps."""
+    """Largest memory of the last three steps, without step counts: the order of an update changes
+    how parameters are divided, and each piece has a count."""
 
 
 def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
@@ -120,6 +121,7 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
     outcome.peak_bytes = torch.cuda.max_memory_allocated()
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.wait_for_update()
+        outcome.peak_bytes -= 4 * len(optimizer._step_counts)
     outcome.tensors = {key: tensor.detach().cpu() for key, tensor in named.items()}
     for key, tensor in collect_optimizer_tensors(optimizer, named.items()).items():
         outcome.tensors[key] = tensor.cpu().clone()

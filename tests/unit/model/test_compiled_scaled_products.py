@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any, get_args
 
@@ -169,6 +170,25 @@ def test_compiled_products_read_codes_that_are_in_memory() -> None:
             chain.append(chain[-1].args[0])
         targets = [node.target for node in chain if node.target != "t"]
         assert targets == ["as_strided", "contiguous", "as_strided", "to"], "transposed in memory"
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_compiled_codes_are_products_with_multipliers_that_are_in_memory(scaling: Scaling) -> None:
+    torch.compiler.reset()  # more kinds than graphs of one function
+    graphs: list[GraphModule] = []
+
+    def keep_graph(graph: GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def compute_codes(values: Tensor) -> Tensor:
+        return quantise(values, scaling).codes
+
+    torch.compile(compute_codes, backend=keep_graph, fullgraph=True)(make_matrix(256, 128))
+    (multipliers,) = [node for node in graphs[0].graph.nodes if node.target == "as_strided"]
+    (by_block,) = multipliers.users
+    (product,) = by_block.users
+    assert product.target in (torch.mul, operator.mul)
 
 
 def test_kernels_read_inverses_that_the_counting_operator_has_computed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,6 +61,22 @@ def test_codes_saturate_and_are_counted(code_dtype: torch.dtype) -> None:
     assert fp8.dequantise(matrix)[0, :4].tolist() == [1.0, -1.0, 1.0, -1.0]
     counts = fp8.count_rounding(values, matrix)
     assert [count.item() for count in counts] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "scaling", sorted({replace(each, rows=1, columns=None) for each in SCALINGS}, key=str), ids=str
+)
+def test_own_maxima_leave_nothing_to_clamp(scaling: Scaling) -> None:
+    # Values are clamped where maxima are given.
+    generator = torch.Generator().manual_seed(0)
+    exponents_R1 = torch.randint(-140, 120, (20_000, 1), generator=generator)
+    maxima_R1 = (1 + torch.rand(20_000, 1, generator=generator)) * 2.0**exponents_R1
+    below_R1 = torch.nextafter(maxima_R1, torch.zeros(()))
+    values_RC = torch.cat([maxima_R1, -maxima_R1, below_R1, maxima_R1 / 3], dim=1)
+    own = fp8.quantise(values_RC, scaling).codes
+    clamped = fp8.quantise(values_RC, scaling, fp8.compute_block_maxima(values_RC, scaling)).codes
+    assert torch.equal(own.view(torch.uint8), clamped.view(torch.uint8))
+    assert own.float().isfinite().all()
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)

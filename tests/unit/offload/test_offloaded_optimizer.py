@@ -110,6 +110,7 @@ class Run:
                 model,
                 create_store,
                 bucket_bytes=BUFFER_BYTES,
+                should_fill_buckets=tier == "host",
                 device=torch.device("cpu"),
                 overlap=self.overlap,
             )
@@ -296,18 +297,23 @@ def test_a_state_loaded_between_steps_replaces_buckets_read_ahead(
     offloaded.close()
 
 
-def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path) -> None:
-    run = Run("adamw", tmp_path, tier="host")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_buckets_fill_the_buffer_and_divide_larger_parameters(tmp_path: Path, tier: str) -> None:
+    run = Run("adamw", tmp_path, tier=tier)
     buckets = run.partition.buckets
     assert max(bucket.num_bytes for bucket in buckets) <= BUFFER_BYTES
-    divided = [bucket for bucket in buckets if bucket.pieces[0].num_rows is not None]
-    elements = {
-        name: sum(
-            bucket.pieces[0].num_rows or 0 for bucket in divided if bucket.pieces[0].name == name
-        )
-        for name in ("layers.0.up", "layers.0.down")
-    }
-    assert elements == {"layers.0.up": 96 * 64, "layers.0.down": 40 * 128}
+    rows: dict[str, list[int]] = {}
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            if piece.num_rows is not None:
+                rows.setdefault(piece.name, [0])
+                assert piece.first_row == rows[piece.name][-1]
+                rows[piece.name].append(piece.first_row + piece.num_rows)
+    elements = {"layers.0.up": 96 * 64, "layers.0.down": 40 * 128}
+    assert elements.items() <= {name: ends[-1] for name, ends in rows.items()}.items()
+    if tier == "host":  # as many bytes are read ahead as buffers have
+        least_bytes = BUFFER_BYTES - 2 * PAGE_BYTES  # a page of each moment is too much
+        assert min(bucket.num_bytes for bucket in buckets[:-1]) > least_bytes
     places = [place for bucket in buckets for place in bucket.ranges]
     assert all(place.offset_bytes % PAGE_BYTES == 0 for place in places)
     assert all(place.buffer_bytes % PAGE_BYTES == 0 for place in places)

@@ -10,7 +10,8 @@ elements of a block share one scale, and sums in fp32 (in fp64 if the operands a
 Quantisation of a block with largest magnitude a, in a format with largest number F:
 
     multiplier   m = F / a, rounded to fp32, or down to a power of two
-    code         c = round(clamp(v m, -F, F)), to nearest, ties to even
+    code         c = round(clamp(v m, -F, F)), to nearest, ties to even; the block's own maximum
+                 leaves nothing to clamp, since |v m| is F or less, or its neighbour in fp32
     value        v' = c / m, in fp32
 
 Scales follow from the current values only (dynamic scaling). Arithmetic is exact or rounded to
@@ -161,14 +162,22 @@ def quantise(values_RC: Tensor, scaling: Scaling, maxima: Tensor | None = None) 
         maxima: as from `compute_block_maxima`; default: those of `values_RC`. A rank that has a
             part of a block gives the maxima over all of its ranks.
     """
-    if maxima is None:
-        maxima = compute_block_maxima(values_RC, scaling)
-    multipliers = _compute_multipliers(maxima, scaling)
-    largest = torch.finfo(scaling.code_dtype).max
+    block_maxima = compute_block_maxima(values_RC, scaling) if maxima is None else maxima
+    multipliers = _compute_multipliers(block_maxima, scaling)
+    if torch.compiler.is_compiling():
+        # Otherwise the kernel that writes codes divides in fp64 again, once per thread or element.
+        multipliers = put_in_memory(multipliers)
     scaled_RC = apply_by_block(torch.mul, values_RC.float(), multipliers, scaling)
-    # Clamped in fp32: casts of older torch do not saturate, nor does e5m2's in any version.
-    codes_RC = scaled_RC.clamp(-largest, largest).to(scaling.code_dtype)
-    return QuantisedMatrix(codes_RC, multipliers, scaling)
+    if maxima is not None:
+        # Clamped in fp32: casts of older torch do not saturate, nor does e5m2's in any version.
+        largest = torch.finfo(scaling.code_dtype).max
+        scaled_RC = scaled_RC.clamp(-largest, largest)
+    return QuantisedMatrix(scaled_RC.to(scaling.code_dtype), multipliers, scaling)
+
+
+def put_in_memory(tensor: Tensor) -> Tensor:
+    """Return the same tensor; compiled code writes it in this order before it reads it."""
+    return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def dequantise(matrix: QuantisedMatrix) -> Tensor:

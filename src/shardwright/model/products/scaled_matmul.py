@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from shardwright.model.products.fp8 import QuantisedMatrix
+from shardwright.model.products.fp8 import QuantisedMatrix, put_in_memory
 from shardwright.model.products.nvfp4 import TwoLevelMatrix
 from shardwright.model.products.operand import Operand
 
@@ -119,11 +119,6 @@ def _order_codes(codes_RC: Tensor) -> Tensor:
     if codes_RC.t().is_contiguous():
         codes_RC = put_in_memory(codes_RC.t()).t()
     return put_in_memory(codes_RC.contiguous())
-
-
-def put_in_memory(codes_RC: Tensor) -> Tensor:
-    """Return the same codes; compiled code writes them in this order before it reads them."""
-    return codes_RC.as_strided(codes_RC.shape, codes_RC.stride())
 
 
 def _register_grouped_shape() -> torch.library.Library | None:

@@ -15,7 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.model.products.fp8 import ProductScaling, QuantisedMatrix, Scaling
+from shardwright.model.products.fp8 import (
+    ProductScaling,
+    QuantisedMatrix,
+    Scaling,
+    put_in_memory,
+)
 from shardwright.model.products.operand import (
     Operand,
     add_inverses,
@@ -24,7 +29,6 @@ from shardwright.model.products.operand import (
     list_scales,
     quantise,
 )
-from shardwright.model.products.scaled_matmul import put_in_memory
 
 
 class WorkingOperands(NamedTuple):
