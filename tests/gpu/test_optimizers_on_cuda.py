@@ -23,7 +23,7 @@ from shardwright.optim import (
     set_learning_rate,
 )
 from shardwright.optim.sharded_optimizer import DeviceFactor
-from tests.unit.optim.test_compiled_updates import SHAPES, Model
+from tests.unit.optim.test_compiled_updates import RULES, SHAPES, Model
 from tests.unit.optim.test_sharded_optimizer import RATES, SingleProcessModel, make_parameters
 
 TOLERANCE = {"muon": 2e-2, "adafactor": 1e-5, "adamw_8bit": 1e-3}
@@ -85,7 +85,7 @@ def test_the_product_with_packed_values(device: torch.device) -> None:
 
 
 def update_with_skips(
-    dtype: torch.dtype, device: torch.device, compiler: FunctionCompiler | None
+    rule: str, dtype: torch.dtype, device: torch.device, compiler: FunctionCompiler | None
 ) -> dict[str, Tensor]:
     """Update weights three times, with a factor on the device by which the second is skipped."""
     generator = torch.Generator().manual_seed(1)
@@ -94,9 +94,10 @@ def update_with_skips(
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     weights = {name: nn.Parameter(draw(shape)) for name, shape in SHAPES.items()}
+    options = RULES[rule] if rule == "adamw_8bit" else {}
     optimizer: Any = build_optimizer(
         weights.items(),
-        OptimizerSection(),
+        OptimizerSection.model_validate({"name": rule} | options),
         learning_rate=0.01,
         weight_decay=0.1,
         model=Model(),
@@ -116,7 +117,9 @@ def update_with_skips(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit"])
 def test_an_update_in_one_pass_has_the_bits_of_separate_operations(
+    rule: str,
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,10 +129,12 @@ def test_an_update_in_one_pass_has_the_bits_of_separate_operations(
         pytest.skip("tests/unit/optim compares them on a CPU")
     if obstacle := find_compiler_obstacle(device):
         pytest.skip(obstacle)
+    if rule == "adamw_8bit":
+        pytest.importorskip("torchao.optim", reason="the extra `lowbit` is not installed")
     monkeypatch.setitem(one_pass_adamw._MIN_ELEMENTS, "cuda", 4096)
-    expected = update_with_skips(dtype, device, None)
+    expected = update_with_skips(rule, dtype, device, None)
     with caplog.at_level(logging.INFO, "shardwright.numerics"):
-        found = update_with_skips(dtype, device, FunctionCompiler(device))
+        found = update_with_skips(rule, dtype, device, FunctionCompiler(device))
     messages = [record.getMessage() for record in caplog.records]
     lines = [message for message in messages if "adamw" in message.lower()]
     assert any("bits as uncompiled" in line for line in lines), lines

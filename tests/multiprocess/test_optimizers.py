@@ -234,7 +234,12 @@ def form_blocks_in_own_shard() -> Iterator[None]:
         ]
 
     def encode_flat(
-        values: Tensor, codes: Tensor, scales: Tensor, table: Tensor, block_size: int
+        values: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        table: Tensor,
+        block_size: int,
+        is_skipped: Tensor | None,
     ) -> None:
         end, (values_1N, codes_1N, scales_1K) = flatten(block_size, values, codes, scales)
         encode(
@@ -243,6 +248,7 @@ def form_blocks_in_own_shard() -> Iterator[None]:
             scales_1K[:, : end // block_size],
             table,
             block_size,
+            is_skipped,
         )
 
     def decode_flat(codes: Tensor, scales: Tensor, table: Tensor, block_size: int) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -145,16 +144,17 @@ def compile_function(
 
         def call(*arguments: Any) -> Any:
             # A graph belongs to a state of autograd: called within an operator, where autograd is
-            # off, or elsewhere, the function has one graph. A patch takes longer than the others.
+            # off, or elsewhere, the function has one graph.
             config = torch._dynamo.config
-            with (
-                torch.no_grad(),
-                torch._C._AutoDispatchBelowAutograd(),
-                nullcontext()
-                if config.recompile_limit == max_graphs
-                else config.patch(recompile_limit=max_graphs),
-            ):
-                return compiled(*arguments)
+            limit = config.recompile_limit
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                if limit == max_graphs:
+                    return compiled(*arguments)
+                config.recompile_limit = max_graphs  # a patch takes several times as long
+                try:
+                    return compiled(*arguments)
+                finally:
+                    config.recompile_limit = limit
 
         _compiled[key] = call
     return _compiled[key]

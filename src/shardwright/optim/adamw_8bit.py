@@ -13,8 +13,9 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from importlib import util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,13 @@ from shardwright.errors import LayoutError, RecipeError
 from shardwright.layout import Layout, ParameterBox, ParameterLayout, RankGrid, compute_local_boxes
 from shardwright.numerics import get_local_tensor
 from shardwright.optim.exact_operations import CompileFunction
+from shardwright.optim.quantised_calls import QuantisedUpdate, Update
 from shardwright.optim.quantised_update import (
+    Factors,
+    GradientFactor,
     QuantisedRows,
-    QuantisedUpdate,
     apply_adamw,
+    build_gradient_factor,
     compute_factors,
 )
 from shardwright.optim.sharded_optimizer import (
@@ -122,6 +126,17 @@ def _find_row_edges(box: ParameterBox, row_length: int) -> list[int]:
     return [local_start, start] + ([] if start + length == row_length else [start + length])
 
 
+_KnownFactors = dict[tuple[int, int], Factors]
+"""Factors of updates by id of the group and number of the update."""
+
+
+class _PreparedUpdate(NamedTuple):
+    """Update of a piece, which holds its gradient."""
+
+    piece: ParameterPiece
+    update: Update
+
+
 class AdamW8bit(ShardedOptimizer):
     """AdamW (decoupled decay) with updates computed in fp32 and moments stored in 8 bits."""
 
@@ -150,6 +165,8 @@ class AdamW8bit(ShardedOptimizer):
         self.block_size = block_size
         require_torchao()
         self._update = QuantisedUpdate(block_size, compile_function)
+        self._prepared_updates: dict[int, _PreparedUpdate] = {}
+        """Updates by the piece's id."""
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -191,23 +208,84 @@ class AdamW8bit(ShardedOptimizer):
                 moments[key] = Moment(tensor, name)
         return moments
 
+    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Begin a step, and collect what the update of its pieces needs besides the factor.
+
+        A gradient that must be copied is copied in the update only.
+        """
+        super().prepare_pieces(pieces)
+        known: _KnownFactors = {}
+        for piece in pieces:
+            if piece.gradient.is_contiguous():
+                update = self._prepare(piece, known)
+                self._prepared_updates[id(piece)] = _PreparedUpdate(piece, update)
+
+    def can_skip_on_device(self) -> bool:
+        """Return True if the device's factor, in fp32, has the bits of the host's."""
+        return _find_wide_dtype(self._prepared or ()) == torch.float32
+
+    def discard_preparation(self) -> None:
+        """Forget what has been prepared for the next step."""
+        super().discard_preparation()
+        self._prepared_updates.clear()
+
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
+        if not pieces:
+            return
+        factor = build_gradient_factor(
+            self.device_factor or self.gradient_factor,
+            pieces[0].gradient.device,
+            _find_wide_dtype(pieces),
+        )
+        known: _KnownFactors = {}
         for piece in pieces:
-            state = piece.state
-            state["step"] += 1
-            factors = compute_factors(state["step"], piece.group, self.gradient_factor)
-            rounding = None
-            if self._rounding is not None:
-                rounding = self._rounding.prepare(piece, int(state["step"]))
-            if "exp_avg" in state:
-                moments = (state["exp_avg"], state["exp_avg_sq"])
-                bits = None if rounding is None else _draw_bits(piece, rounding)
-                apply_adamw(piece.local, piece.gradient, *moments, factors, bits)
-            elif piece.local.numel():
-                self._update.apply(_collect_rows(piece), factors, rounding)
-                if piece.copy is not None:
-                    piece.copy.mark_current()
+            prepared = self._prepared_updates.pop(id(piece), None)
+            update = self._prepare(piece, known) if prepared is None else prepared.update
+            update(factor)
+        self.advance_counts(pieces)
+
+    def _prepare(self, piece: ParameterPiece, known: _KnownFactors) -> Update:
+        """Collect what the next update of a piece needs besides the factor."""
+        num_updates = int(piece.state["step"]) + 1
+        key = (id(piece.group), num_updates)
+        if key not in known:
+            known[key] = compute_factors(num_updates, piece.group)
+        factors = known[key]
+        rounding = None
+        if self._rounding is not None:
+            rounding = self._rounding.prepare(piece, num_updates)
+        if "exp_avg" in piece.state:
+            return partial(_update_wide_moments, piece, factors, rounding)
+        if not piece.local.numel():
+            return lambda _factor: None
+        update = self._update.prepare(_collect_rows(piece), factors, rounding)
+        copy = piece.copy
+        if copy is None:
+            return update
+
+        def update_with_copy(factor: GradientFactor) -> None:
+            update(factor)
+            copy.mark_current()
+
+        return update_with_copy
+
+
+def _find_wide_dtype(pieces: Sequence[ParameterPiece]) -> torch.dtype:
+    """Find the dtype in which gradients are multiplied by their factor: fp32, or wider."""
+    return reduce(torch.promote_types, {piece.gradient.dtype for piece in pieces}, torch.float32)
+
+
+def _update_wide_moments(
+    piece: ParameterPiece,
+    factors: Factors,
+    rounding: PieceRounding | None,
+    factor: GradientFactor,
+) -> None:
+    """Update a piece with fp32 moments."""
+    moments = (piece.state["exp_avg"], piece.state["exp_avg_sq"])
+    bits = None if rounding is None else _draw_bits(piece, rounding)
+    apply_adamw(piece.local, piece.gradient, *moments, factors, factor, bits)
 
 
 def _draw_bits(piece: ParameterPiece, rounding: PieceRounding) -> Tensor:

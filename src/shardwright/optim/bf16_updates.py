@@ -162,8 +162,6 @@ class BF16Optimizer(ShardedOptimizer):
         super().__init__(groups, defaults, model)
         self._compile_function = compile_function
         self._irregular_names: set[str] = set()
-        self._counted: list[Tensor] = []
-        """Step counts that have been advanced for a step that the device may skip."""
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         self._rounding = StochasticRounding(seed, model, parameters)
 
@@ -190,30 +188,18 @@ class BF16Optimizer(ShardedOptimizer):
         shape = tuple(get_local_tensor(parameter.detach()).shape)
         return dict.fromkeys(self.list_moments(group), StateSpec(shape, torch.bfloat16))
 
-    def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Begin a step; the last one is not taken back any more."""
-        self._counted.clear()
-
     def can_skip_on_device(self) -> bool:
         """Return True: an update whose factor is NaN writes the old numbers."""
         return True
-
-    def undo_counts(self) -> None:
-        """Take back the step counts, which are on the host, of a step that was skipped."""
-        for count in self._counted:
-            count -= 1
-        self._counted.clear()
 
     def update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
         """Update parameters and state of these pieces and advance their step counts."""
         if not pieces:
             return
-        if self.device_factor is not None:
-            self._counted += [piece.state["step"] for piece in pieces]
+        self.advance_counts(pieces)
         factor = make_factor(self.device_factor or self.gradient_factor, pieces[0].local.device)
         known: dict[tuple[int, int], UpdateNumbers] = {}
         for piece in pieces:
-            piece.state["step"] += 1
             num_updates = int(piece.state["step"])
             rounding = self._rounding.prepare(piece, num_updates)
             identity = (id(piece.group), num_updates)

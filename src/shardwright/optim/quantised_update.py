@@ -11,7 +11,7 @@ Source: Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization (arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -20,29 +20,17 @@ import torch
 from torch import Tensor
 
 from shardwright.optim.code_places import CodePlaces, build_code_places, find_codes
-from shardwright.optim.exact_operations import (
-    CompileFunction,
-    divide_blocks,
-    interpolate,
-    take_root,
-)
+from shardwright.optim.exact_operations import divide_blocks, interpolate, take_root
+from shardwright.optim.sharded_optimizer import DeviceFactor
 from shardwright.optim.stochastic_rounding import (
-    PieceRounding,
     PlaceNumbers,
     compute_places,
     draw_bits,
-    make_sample_places,
     round_to_bf16,
 )
 
-_MAX_CHUNK_ELEMENTS = 1 << 22
-"""Elements that separate operations update at a time."""
-_CPU_CHUNK_ELEMENTS = 1 << 17
-"""Elements that a CPU updates at a time, whose fp32 moments fit its cache."""
 _MAGNITUDE = 0x7FFFFFFF
 """Bits of an fp32 number without its sign."""
-_SAMPLE_BLOCKS = 1021
-"""Enough for the compiler's choice for large tensors: on CUDA one warp updates four blocks."""
 
 
 class QuantisedRows(NamedTuple):
@@ -80,13 +68,12 @@ class BlockRounding(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Numbers of one update. Those that change between steps are fp32 CPU tensors without dims.
+    """Numbers of all updates with one count in a group.
 
-    Kernels on a GPU take such tensors as arguments, without a copy to the device.
+    Those that change between steps are fp32 CPU tensors without dims. Kernels on a GPU take such
+    tensors as arguments, without a copy to the device.
     """
 
-    gradient_factor: Tensor
-    """fp64: gradients of each dtype round it as they do a number."""
     lr: Tensor
     decay: Tensor
     """lr x weight decay."""
@@ -104,16 +91,35 @@ class Factors(NamedTuple):
     eps: float
 
 
-def compute_factors(
-    num_steps: Tensor, group: Mapping[str, Any], gradient_factor: float = 1.0
-) -> Factors:
-    """Compute the numbers of an update from its count (1 for the first) and its group's rates."""
+class GradientFactor(NamedTuple):
+    """Factor of the gradients of an update."""
+
+    value: Tensor
+    """For compiled functions: without dims, on the gradients' device, in fp32 or their wider
+    dtype. NaN: nothing changes."""
+    number: float | None
+    """For separate operations; None if only the device knows it."""
+    is_skipped: Tensor | None
+    """bool: whether `value` is NaN; None if the host knows that it is not."""
+
+
+def build_gradient_factor(
+    factor: float | DeviceFactor, device: torch.device, dtype: torch.dtype
+) -> GradientFactor:
+    """Build the factor from the host's number or the device's."""
+    if isinstance(factor, DeviceFactor):
+        return GradientFactor(factor.value, None, factor.value.isnan())
+    return GradientFactor(torch.full((), factor, dtype=dtype, device=device), factor, None)
+
+
+def compute_factors(num_updates: int, group: Mapping[str, Any]) -> Factors:
+    """Compute the numbers of an update (1 for the first) from the rates of its group."""
+    num_steps = torch.tensor(float(num_updates))
     beta1, beta2 = group["betas"]
     lr = torch.tensor(group["lr"], dtype=torch.float32)
     mean_correction = 1 - beta1**num_steps
     square_correction = (1 - beta2**num_steps).sqrt()
     return Factors(
-        torch.tensor(gradient_factor, dtype=torch.float64),
         lr,
         lr * group["weight_decay"],
         mean_correction,
@@ -151,6 +157,7 @@ def update_rows(
     rows: QuantisedRows,
     tables: Tables,
     factors: Factors,
+    gradient_factor: GradientFactor,
     block_size: int,
     random_bits: Tensor | None = None,
 ) -> None:
@@ -158,11 +165,12 @@ def update_rows(
     weights, gradient, mean_codes, mean_scales, square_codes, square_scales, copy = rows
     mean = _decode(mean_codes, mean_scales, tables.signed, block_size)
     square = _decode(square_codes, square_scales, tables.unsigned, block_size)
-    apply_adamw(weights, gradient, mean, square, factors, random_bits)
+    _update_decoded(weights, gradient, mean, square, factors, gradient_factor, random_bits)
     if copy is not None:
         copy.copy_(weights)
-    _encode(mean, mean_codes, mean_scales, tables.signed, block_size)
-    _encode(square, square_codes, square_scales, tables.unsigned, block_size)
+    is_skipped = gradient_factor.is_skipped
+    _encode(mean, mean_codes, mean_scales, tables.signed, block_size, is_skipped)
+    _encode(square, square_codes, square_scales, tables.unsigned, block_size, is_skipped)
 
 
 def apply_adamw(
@@ -171,6 +179,7 @@ def apply_adamw(
     mean: Tensor,
     square: Tensor,
     factors: Factors,
+    gradient_factor: GradientFactor,
     random_bits: Tensor | None = None,
 ) -> None:
     """Update `local` and the fp32 moments `mean` and `square` in place.
@@ -178,8 +187,29 @@ def apply_adamw(
     Operations, order and precision are torchao's. `random_bits` round new weights to bf16
     (`stochastic_rounding`); None if `local` is not in bf16.
     """
-    if (gradient_factor := float(factors.gradient_factor)) != 1.0:
-        gradient = gradient * gradient_factor
+    is_skipped = gradient_factor.is_skipped
+    moments = (mean, square)
+    new = moments if is_skipped is None else (mean.clone(), square.clone())
+    _update_decoded(local, gradient, *new, factors, gradient_factor, random_bits)
+    if is_skipped is not None:
+        for moment, values in zip(moments, new, strict=True):
+            _write(moment, values, is_skipped)
+
+
+def _update_decoded(
+    local: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    factors: Factors,
+    gradient_factor: GradientFactor,
+    random_bits: Tensor | None,
+) -> None:
+    """Update `local` unless the step is skipped, and the moments always."""
+    if gradient_factor.number is None:
+        gradient = _scale(gradient, gradient_factor.value)
+    elif gradient_factor.number != 1.0:
+        gradient = gradient * gradient_factor.number
     gradient = gradient.float()
     weights = local.float()
     weights = weights - factors.decay * weights
@@ -187,7 +217,22 @@ def apply_adamw(
     square.lerp_(gradient.square(), factors.square_weight)
     denominator = square.sqrt() / factors.square_correction + factors.eps
     weights = weights - factors.lr * (mean / factors.mean_correction) / denominator
-    local.copy_(weights if random_bits is None else round_to_bf16(weights, random_bits))
+    weights = weights if random_bits is None else round_to_bf16(weights, random_bits)
+    _write(local, weights, gradient_factor.is_skipped)
+
+
+def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply by a factor without dims as by a number, with one rounding."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return (gradient.to(wide) * factor.to(wide)).to(gradient.dtype)
+
+
+def _write(target: Tensor, values: Tensor, is_skipped: Tensor | None) -> None:
+    """Write new values unless the step is skipped."""
+    if is_skipped is None:
+        target.copy_(values)
+    else:
+        torch.where(is_skipped, target, values.to(target.dtype), out=target)
 
 
 def _decode(codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int) -> Tensor:
@@ -196,16 +241,22 @@ def _decode(codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int)
 
 
 def _encode(
-    values_RC: Tensor, codes_RC: Tensor, scales_RK: Tensor, table: Tensor, block_size: int
+    values_RC: Tensor,
+    codes_RC: Tensor,
+    scales_RK: Tensor,
+    table: Tensor,
+    block_size: int,
+    is_skipped: Tensor | None,
 ) -> None:
     """Write scales (largest magnitudes of blocks) and codes (nearest table entries)."""
     width = values_RC.shape[-1]
     num_blocks = scales_RK.shape[-1]
     padded = torch.nn.functional.pad(values_RC, (0, num_blocks * block_size - width))
-    scales_RK.copy_(padded.unflatten(-1, (num_blocks, block_size)).abs().amax(-1).clip(1e-12))
-    scaled_RC = values_RC / _expand_scales(scales_RK, width, block_size)
+    new_scales_RK = padded.unflatten(-1, (num_blocks, block_size)).abs().amax(-1).clip(1e-12)
+    scaled_RC = values_RC / _expand_scales(new_scales_RK, width, block_size)
     quantise = import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
-    codes_RC.copy_(quantise(scaled_RC, table))
+    _write(scales_RK, new_scales_RK, is_skipped)
+    _write(codes_RC, quantise(scaled_RC, table), is_skipped)
 
 
 def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:
@@ -217,14 +268,16 @@ def update_blocks(
     tables: Tables,
     places: Places,
     factors: Factors,
+    gradient_factor: Tensor,
     rounding: BlockRounding | None,
 ) -> None:
-    """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it."""
+    """Update whole blocks `[N, S]` with scales `[N]`; the compiler makes one pass of it.
+
+    A `gradient_factor` of NaN writes the old numbers: a choice costs no memory traffic.
+    """
     mean_NS = tables.signed[rows.mean_codes.int()] * rows.mean_scales[:, None]
     square_NS = tables.unsigned[rows.square_codes.int()] * rows.square_scales[:, None]
-    wide = torch.promote_types(rows.gradient.dtype, torch.float32)
-    gradient_NS = rows.gradient.to(wide) * factors.gradient_factor.to(wide)
-    gradient_NS = gradient_NS.to(rows.gradient.dtype).float()
+    gradient_NS = _scale(rows.gradient, gradient_factor).float()
     mean_NS = interpolate(mean_NS, gradient_NS, factors.mean_weight)
     square_NS = interpolate(square_NS, gradient_NS.square(), factors.square_weight)
     root_NS = take_root(square_NS)
@@ -234,17 +287,20 @@ def update_blocks(
     else:
         mean_unbiased_NS = mean_NS / factors.mean_correction
         denominator_NS = root_NS / factors.square_correction + factors.eps
+    is_skipped = gradient_factor.isnan()
     weights_NS = rows.weights.float()
-    weights_NS = weights_NS - factors.decay * weights_NS
-    weights_NS = weights_NS - factors.lr * mean_unbiased_NS / denominator_NS
+    # Choices of operands: old weights would take registers until the end. x - 0 is x.
+    weights_NS = torch.where(is_skipped, weights_NS, weights_NS - factors.decay * weights_NS)
+    step_NS = factors.lr * mean_unbiased_NS / denominator_NS
+    weights_NS = weights_NS - torch.where(is_skipped, 0.0, step_NS)
     if rounding is None:
         rows.weights.copy_(weights_NS)
     else:
         rows.weights.copy_(round_to_bf16(weights_NS, _draw_block_bits(weights_NS, rounding)))
     if rows.copy is not None:
         rows.copy.copy_(weights_NS.to(rows.weights.dtype))
-    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed)
-    _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned)
+    _write_blocks(mean_NS, rows.mean_codes, rows.mean_scales, places.signed, is_skipped)
+    _write_blocks(square_NS, rows.square_codes, rows.square_scales, places.unsigned, is_skipped)
 
 
 def _draw_block_bits(blocks_NS: Tensor, rounding: BlockRounding) -> Tensor:
@@ -253,7 +309,11 @@ def _draw_block_bits(blocks_NS: Tensor, rounding: BlockRounding) -> Tensor:
 
 
 def _write_blocks(
-    values_NS: Tensor, codes_NS: Tensor, scales_N: Tensor, places: CodePlaces
+    values_NS: Tensor,
+    codes_NS: Tensor,
+    scales_N: Tensor,
+    places: CodePlaces,
+    is_skipped: Tensor,
 ) -> None:
     """Write scales and codes as `_encode`."""
     if values_NS.is_cuda:
@@ -264,186 +324,23 @@ def _write_blocks(
     else:
         new_scales_N = values_NS.abs().amax(-1).clip(1e-12)
         scaled_NS = values_NS / new_scales_N[:, None]
-    codes_NS.copy_(find_codes(scaled_NS, places))
-    scales_N.copy_(new_scales_N)
+    codes_NS.copy_(torch.where(is_skipped, codes_NS, find_codes(scaled_NS, places)))
+    scales_N.copy_(torch.where(is_skipped, scales_N, new_scales_N))
 
 
-def _update_blocks_separately(
+def update_blocks_separately(
     rows: QuantisedRows,
     tables: Tables,
     _places: Places,
     factors: Factors,
+    gradient_factor: Tensor,
     rounding: BlockRounding | None,
 ) -> None:
-    """Update whole blocks by separate operations, as `update_blocks`."""
+    """Update whole blocks by separate operations, as `update_blocks` of a step that is not
+    skipped."""
     columns = rows._replace(
         mean_scales=rows.mean_scales[:, None], square_scales=rows.square_scales[:, None]
     )
     bits = None if rounding is None else _draw_block_bits(rows.weights, rounding)
-    update_rows(columns, tables, factors, rows.weights.shape[-1], bits)
-
-
-class QuantisedUpdate:
-    """Update of rows, in one compiled pass where the compiler can make it, else separately.
-
-    Rows that end inside a block are updated by separate operations; so is a single block, for
-    which torch would compile another graph.
-    """
-
-    def __init__(self, block_size: int, compile_function: CompileFunction | None) -> None:
-        self._block_size = block_size
-        self._compile_function = compile_function
-        self._tables: dict[torch.device, Tables] = {}
-        self._places: dict[torch.device, Places] = {}
-
-    def apply(
-        self, rows: QuantisedRows, factors: Factors, rounding: PieceRounding | None = None
-    ) -> None:
-        """Update rows `[R, C]` in place; weights in bf16 need a `rounding`."""
-        device = rows.weights.device
-        if device not in self._tables:  # copied there once
-            self._tables[device] = build_tables(device)
-        tables = self._tables[device]
-        update = self._find_function(rows, factors, rounding)
-        if update is not None:
-            blocks = _map(partial(self._to_blocks, rows), rows)
-            if device not in self._places:
-                self._places[device] = build_places(device)
-            places = self._places[device]
-            size = _CPU_CHUNK_ELEMENTS if device.type == "cpu" else rows.weights.numel()
-            first = 0
-            for part in _split(blocks, size):
-                stop = first + part.weights.numel()
-                block_rounding = self._describe_rounding(rounding, first, stop)
-                update(_mark_varying(part), tables, places, factors, block_rounding)
-                first = stop
-            return
-        # A few rows at a time, because decoded moments are wider than stored ones.
-        first = 0
-        for part in _split(rows, _MAX_CHUNK_ELEMENTS):
-            stop = first + part.weights.numel()
-            bits = None if rounding is None else rounding.draw_bits(first, stop, device).first
-            bits = None if bits is None else bits.view(part.weights.shape)
-            update_rows(part, tables, factors, self._block_size, bits)
-            first = stop
-
-    def _find_function(
-        self, rows: QuantisedRows, factors: Factors, rounding: PieceRounding | None
-    ) -> Callable[..., None] | None:
-        """Return the compiled update of the rows; None if separate operations update them."""
-        num_elements = rows.weights.numel()
-        is_whole = rows.weights.shape[-1] % self._block_size == 0
-        if not is_whole or not self._compile_function or num_elements <= self._block_size:
-            return None
-        rounded = self._describe_rounding(rounding, 0, num_elements)
-        if rounding is not None:
-            is_divided = rows.weights.is_cpu and num_elements > _CPU_CHUNK_ELEMENTS
-            if rounded is None or (is_divided and rounded.places.distance is not None):
-                return None
-        update = self._compile_function(*self._describe(rows, factors, rounded))
-        return None if update is _update_blocks_separately else update
-
-    def _describe_rounding(
-        self, rounding: PieceRounding | None, first: int, stop: int
-    ) -> BlockRounding | None:
-        """Return the random numbers of elements of a piece by blocks, if they are regular."""
-        if rounding is None:
-            return None
-        places = rounding.narrow(first, stop).describe_rows(self._block_size)
-        return None if places is None else BlockRounding(places, rounding.key)
-
-    def _to_blocks(self, rows: QuantisedRows, tensor: Tensor) -> Tensor:
-        is_scales = tensor is rows.mean_scales or tensor is rows.square_scales
-        return tensor.view(-1) if is_scales else tensor.reshape(-1, self._block_size)
-
-    def _describe(
-        self, rows: QuantisedRows, factors: Factors, rounding: BlockRounding | None
-    ) -> tuple[Any, ...]:
-        """Return the arguments of `compile_function` for these dtypes and constants."""
-        copy_dtype = None if rows.copy is None else rows.copy.dtype
-        dtypes = (rows.weights.dtype, rows.gradient.dtype, copy_dtype)
-        constants = (factors.mean_weight, factors.square_weight, factors.eps)
-        name = (
-            f"8-bit AdamW ({dtypes[0]}, gradients {dtypes[1]}, blocks of {self._block_size}, "
-            f"1 - betas {constants[0]:.4g} and {constants[1]:.4g}, eps {constants[2]:g}"
-            f"{'' if copy_dtype is None else f', copy {copy_dtype}'}"
-        )
-        if rounding is None:
-            has_one_run = None
-        else:
-            has_one_run = rounding.places.distance is None
-            name += f", rounded stochastically{'' if has_one_run else ', parts of rows'}"
-        name += ")"
-        make_sample = partial(_make_sample, dtypes, self._block_size, constants, has_one_run)
-        return name.replace("torch.", ""), update_blocks, _update_blocks_separately, make_sample
-
-
-def _mark_varying(rows: QuantisedRows) -> QuantisedRows:
-    """Mark the number of rows as one that varies between calls: all numbers share a graph."""
-    for tensor in rows:
-        if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, 0)
-    return rows
-
-
-def _map(function: Callable[[Tensor], Tensor], rows: QuantisedRows) -> QuantisedRows:
-    """Apply a function to all tensors."""
-    *required, copy = rows
-    mapped = QuantisedRows(*map(function, required))
-    return mapped._replace(copy=None if copy is None else function(copy))
-
-
-def _split(rows: QuantisedRows, max_elements: int) -> Iterator[QuantisedRows]:
-    """Split into parts of whole rows, whose numbers differ by one at most."""
-    num_rows = max(1, max_elements // rows.weights.shape[-1])
-    num_parts = max(1, -(-rows.weights.shape[0] // num_rows))
-    parts = [[None] * num_parts if each is None else each.tensor_split(num_parts) for each in rows]
-    for part in zip(*parts, strict=True):
-        yield QuantisedRows(*part)
-
-
-def _make_sample(
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None],
-    block_size: int,
-    constants: tuple[float, float, float],
-    has_one_run: bool | None,
-    device: torch.device,
-) -> tuple[QuantisedRows, Tables, Places, Factors, BlockRounding | None]:
-    """Make blocks with moments of two updates, with gradients of all sizes and some zeros.
-
-    `has_one_run` is None if weights are not rounded stochastically.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (_SAMPLE_BLOCKS, block_size)
-    rows = QuantisedRows(
-        torch.randn(shape, generator=generator).to(dtypes[0]),
-        torch.empty(shape, dtype=dtypes[1]),
-        *(
-            torch.zeros(size, dtype=dtype)
-            for _ in range(2)
-            for size, dtype in ((shape, torch.uint8), (shape[:1], torch.float32))
-        ),
-    )
-    if dtypes[2] is not None:
-        rows = rows._replace(copy=torch.zeros(shape, dtype=dtypes[2]))
-    mean_weight, square_weight, eps = constants
-    betas = (1 - mean_weight, 1 - square_weight)
-    group = {"lr": 3e-3, "betas": betas, "eps": eps, "weight_decay": 0.1}
-    tables = build_tables(torch.device("cpu"))
-    places = build_places(device)
-    # The same for all steps: added to a much larger number, rounding of the smaller one is lost.
-    magnitudes_N1 = 10.0 ** torch.randint(-12, 3, shape[:1], generator=generator)[:, None]
-    rounding = None
-    if has_one_run is not None:
-        rounding = BlockRounding(*make_sample_places(rows.weights.shape, has_one_run=has_one_run))
-    for step in (1, 2, 3):
-        gradient = torch.randn(shape, generator=generator) * magnitudes_N1
-        gradient[step::7] = 0.0
-        rows.gradient.copy_(gradient)
-        factors = compute_factors(torch.tensor(float(step)), group, 0.37)._replace(
-            mean_weight=mean_weight, square_weight=square_weight
-        )
-        if step < 3:
-            _update_blocks_separately(rows, tables, places, factors, rounding)
-    on_device = _map(lambda tensor: tensor.to(device), rows)
-    return _mark_varying(on_device), build_tables(device), places, factors, rounding
+    factor = GradientFactor(gradient_factor, float(gradient_factor), None)
+    update_rows(columns, tables, factors, factor, rows.weights.shape[-1], bits)

@@ -8,6 +8,7 @@ descriptor, so that the update under any layout equals that of a single process
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -227,6 +228,8 @@ class UpdateByPiece:
     find_copy: Callable[[Tensor], WeightCopy | None] | None = None
     """Finds the copy of a parameter that an update may write."""
     _prepared: Sequence[ParameterPiece] | None = None
+    _counted: Sequence[Tensor] = ()
+    """Step counts on the host that have been advanced for a step that the device may skip."""
 
     def prepare_step(self) -> None:
         """Do what the next step needs besides the gradients' values and factor.
@@ -238,15 +241,26 @@ class UpdateByPiece:
         self.prepare_pieces(self._prepared)
 
     def prepare_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Prepare the next update of these pieces: nothing, unless an optimizer overrides it."""
+        """Prepare the next update of these pieces. The last one is not taken back any more."""
+        self._counted = ()
 
     def can_skip_on_device(self) -> bool:
         """Return True if the prepared step may find on the device that it changes nothing."""
         return False
 
+    def advance_counts(self, pieces: Sequence[ParameterPiece]) -> None:
+        """Advance step counts that are on the host."""
+        counts = [piece.state["step"] for piece in pieces]
+        for count in counts:
+            count += 1
+        if self.device_factor is not None:
+            self._counted = [*self._counted, *counts]
+
     def undo_counts(self) -> None:
-        """Take back what a step has counted on the host that the device skipped: nothing, unless an
-        optimizer counts there."""
+        """Take back what a step has counted on the host that the device skipped."""
+        for count in self._counted:
+            count -= 1
+        self._counted = ()
 
     def discard_preparation(self) -> None:
         """Forget what `prepare_step` has prepared, which holds the gradients: there is no step."""
@@ -419,10 +433,7 @@ def narrow_to_box(tensor: Tensor, bounds: Bounds) -> Tensor:
 
 def count_elements(shape: Sequence[int]) -> int:
     """Return the number of elements of a tensor of this shape."""
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape)
 
 
 def advance_step(state: dict[str, Any]) -> float:

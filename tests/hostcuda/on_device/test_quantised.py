@@ -14,6 +14,7 @@ from shardwright.model.products import nf4
 from shardwright.model.products.product import ProductRule, multiply
 from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.optim import build_optimizer, one_pass_adamw
+from shardwright.optim.sharded_optimizer import DeviceFactor
 from tests.hostcuda import device
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
 
@@ -45,7 +46,8 @@ def test_a_product_copies_no_table(is_compiled: bool) -> None:
 
 @pytest.mark.parametrize(("rule", "num_waits"), [("adamw_8bit", 0), ("adafactor", 1), ("adamw", 0)])
 def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_waits: int) -> None:
-    """Adafactor reads all root mean squares together. Without Triton, nothing is compiled."""
+    """Adafactor reads all root mean squares together. The others take a factor that only the device
+    knows. Without Triton, nothing is compiled."""
     weights = {
         name: nn.Parameter(parameter.detach().to(GPU))
         for name, parameter in make_parameters().items()
@@ -54,7 +56,7 @@ def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_wait
         parameter.grad = torch.ones_like(parameter)
     compiler = build_function_compiler("auto", GPU)
     assert compiler.obstacle == "Triton is not installed"
-    optimizer = build_optimizer(
+    optimizer: Any = build_optimizer(
         weights.items(),
         OptimizerSection.model_validate({"name": rule}),
         learning_rate=0.1,
@@ -62,7 +64,14 @@ def test_an_update_waits_for_the_device_no_more_than_it_must(rule: str, num_wait
         model=SingleProcessModel(),
         compile_function=compiler,
     )
-    assert sum(count_waits(optimizer.step).values()) == num_waits
+    factor = torch.full((), 0.5, device=GPU)
+
+    def update() -> None:
+        if optimizer.can_skip_on_device():
+            optimizer.device_factor = DeviceFactor.from_value(factor)
+        optimizer.step()
+
+    assert sum(count_waits(update).values()) == num_waits
 
 
 def test_the_one_pass_of_adamw_follows_torchs_kernel_without_a_wait(

@@ -20,6 +20,7 @@ from shardwright.data.loader import MicroBatch
 from shardwright.errors import SaveFailed
 from shardwright.layout import Layout
 from shardwright.optim import build_optimizer
+from shardwright.optim.adamw_8bit import AdamW8bit
 from shardwright.optim.bf16_updates import BF16AdamW
 from shardwright.optim.local_updates import AdamW
 from shardwright.optim.sharded_optimizer import UpdateByPiece
@@ -34,6 +35,7 @@ CASE = Case(Layout())
 BF16_CASE = Case(
     Layout(), sections={"precision": {"kind": "bf16", "master_weights": "bf16"}}
 )  # weights and moments, too
+QUANTISED_CASE = Case(Layout(), sections={"optimizer": {"name": "adamw_8bit", "block_size": 32}})
 
 
 class Training:
@@ -181,7 +183,10 @@ def run_updates(
     return training, update, [*training.collect_state().values(), *counts]
 
 
-@pytest.mark.parametrize(("rule", "case"), [(AdamW, CASE), (BF16AdamW, BF16_CASE)])
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [(AdamW, CASE), (BF16AdamW, BF16_CASE), (AdamW8bit, QUANTISED_CASE)],
+)
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_an_update_that_is_launched_before_the_wait_has_the_bits_of_one_after_it(
     is_skipped: bool, rule: type[UpdateByPiece], case: Case, monkeypatch: pytest.MonkeyPatch
