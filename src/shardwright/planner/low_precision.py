@@ -31,10 +31,11 @@ from shardwright.placement.low_precision import (
     select_scaled_weights,
 )
 
-EAGER_BYTES = 47.0
+EAGER_BYTES = 39.0
 """Bytes moved per element to quantise in separate operations: 24 for the maxima (to fp32: 2 + 4,
-magnitudes 4 + 4, reduction 4, and a cast of 2 + 4 to scale), 8 to scale, 8 to clamp, 5 to cast,
-and 2 to copy the codes into the order of the kernel."""
+magnitudes 4 + 4, reduction 4, and a cast of 2 + 4 to scale), 8 to scale, 5 to cast, and 2 to copy
+the codes into the order of the kernel. Where ranks agree on maxima, 8 more clamp; they are not
+counted."""
 COMPILED_BYTES = 7.0
 """Read twice in bf16, written once, and copied into the order of the kernel."""
 EAGER_4BIT_BYTES = 109.0
@@ -44,9 +45,9 @@ to a byte; packing two to a byte is not counted."""
 STOCHASTIC_BYTES = 200.0
 """Bytes moved in addition per element that is rounded stochastically in separate operations: 44 for
 the sum of a block's halves, 104 for the hash, 32 to turn it into a number, 20 to add and round."""
-_TEMPORARY_BYTES = 9.0
+_TEMPORARY_BYTES = 8.0
 """Bytes per element at the peak of a quantisation in separate operations: fp32 before and after
-the clamp, and the codes."""
+the multiplication."""
 _TEMPORARY_4BIT_BYTES = 17.0
 """The same for `nvfp4`: fp32 values, magnitudes, distances before and after the smallest numbers
 have theirs, and a byte for which of them these are."""

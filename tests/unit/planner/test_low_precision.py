@@ -38,6 +38,7 @@ from shardwright.planner.low_precision import (
     build_scaled_shares,
     explain_missing_kernels,
 )
+from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.block_weights import get_weight_bytes
 from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -266,15 +267,37 @@ def count_temporary_bytes(candidate: Candidate) -> float:
 def test_temporary_memory_is_that_of_the_largest_operand() -> None:
     facts = get_model_facts(read_config(LLAMA))
     candidate = make_candidate(LLAMA)
-    assert count_temporary_bytes(candidate) == 9 * 2048 * 4 * 8192
-    assert count_temporary_bytes(replace(candidate, layout=Layout(tp=2))) == 9 * 2048 * 4 * 4096
+    assert count_temporary_bytes(candidate) == 8 * 2048 * 4 * 8192
+    assert count_temporary_bytes(replace(candidate, layout=Layout(tp=2))) == 8 * 2048 * 4 * 4096
     assert count_temporary_bytes(replace(candidate, compile=True)) == 0
     assert count_temporary_bytes(replace(candidate, precision="bf16")) == 0
     efficiency = load_efficiencies().get_efficiency(H100.accelerator)
     predictor = Predictor(facts, H100, efficiency)
     plain = predictor.predict(replace(candidate, precision="bf16"))
     scaled = predictor.predict(candidate)
-    assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 9 * 2048 * 4 * 8192
+    assert 0 <= scaled.memory.total - plain.memory.total <= 1.1 * 8 * 2048 * 4 * 8192
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_per_element"),
+    [("tensorwise", 2), ("rowwise", 1), ("rowwise_with_gw_hp", 0), ("blockwise", 0)],
+)
+def test_compiled_blocks_save_codes_of_inputs_or_nothing(
+    recipe: LowPrecisionRecipe, bytes_per_element: int
+) -> None:
+    facts = get_model_facts(read_config(LLAMA))
+    (kind,) = facts.kinds
+    block = make_candidate(LLAMA, recipe=recipe)
+
+    def count_saved(candidate: Candidate) -> float:
+        return get_layer_activations(facts, kind, candidate).saved_bytes
+
+    elements = 2048 * 4 * (2 * LLAMA["hidden_size"] + LLAMA["intermediate_size"])
+    compiled = replace(block, compile=True)
+    assert count_saved(block) - count_saved(compiled) == bytes_per_element * elements
+    for changes in ({"recompute": "full"}, {"layout": Layout(tp=2)}, {"precision": "bf16"}):
+        candidate = replace(block, **changes)
+        assert count_saved(candidate) == count_saved(replace(candidate, compile=True))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -292,12 +315,12 @@ def test_temporary_memory_is_that_of_all_local_experts(num_ranks: int) -> None:
     rows = 16 * SPARSE["num_experts_per_tok"]
     # So few rows that the matrices are the largest operands.
     weight = num_experts * width * inner
-    assert temporaries.down.output == 9 * weight + rows * inner
-    assert temporaries.down.input_gradient == 9 * weight + rows * width
-    assert temporaries.up.output == 9 * 2 * weight + rows * width
+    assert temporaries.down.output == 8 * weight + rows * inner
+    assert temporaries.down.input_gradient == 8 * weight + rows * width
+    assert temporaries.up.output == 8 * 2 * weight + rows * width
     # With 512 times the tokens it is the rows of all local experts.
     many = replace(candidate, sequence_length=8192)
-    assert compute_block_temporaries(facts, kind, many).down.output == 9 * 512 * rows * inner
+    assert compute_block_temporaries(facts, kind, many).down.output == 8 * 512 * rows * inner
 
 
 def test_4_bit_products_have_their_own_rates_and_casts() -> None:

@@ -56,7 +56,7 @@ from shardwright.planner.memory.feed_forward_activations import (
     compute_feed_forward_bytes,
     count_saved_index_bytes,
 )
-from shardwright.planner.memory.quantisation import compute_block_temporaries
+from shardwright.planner.memory.quantisation import compute_block_temporaries, count_unsaved_bytes
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
 
@@ -206,6 +206,7 @@ def _compute_layer_activations(
             compute_peak_gradient_bytes(deferring_block),
         )
     if mode == "none":
+        total -= count_unsaved_bytes(facts, kind, candidate)
         return LayerActivations(total, 0.0, gradients, *deferred)
     indices = count_saved_index_bytes(facts, kind, candidate)
     if mode == "mixed":
@@ -445,6 +446,5 @@ def _is_gathered(candidate: Candidate) -> bool:
 
 
 def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:
-    """Compute the bytes of a row-parallel matmul's result before the tensor-parallel
-    reduction."""
+    """Compute the bytes of a row-parallel matmul's result before the reduction over ranks."""
     return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes

@@ -1,4 +1,5 @@
-"""Memory in which the operands of a block's products are quantised, in separate operations.
+"""Memory in which the operands of a block's products are quantised, in separate operations, and
+inputs that compiled blocks do not save for products of codes.
 
 Legend: M tokens, N output features, K input features of a product on this rank.
 """
@@ -14,6 +15,10 @@ from shardwright.planner.time.memory_traffic import (
     compute_quantised_shares,
     list_matmuls,
 )
+
+_UNSAVED_PARTS = {"tensors": 1.0, "rows": 0.5}
+"""Part of a product's input in 16 bits that a compiled block does not save, by the extent of its
+scales (docs/decisions/0241-inputs-that-compiled-8-bit-blocks-save.md)."""
 
 
 def compute_block_temporaries(
@@ -53,6 +58,36 @@ def compute_block_temporaries(
         others = found.get(operation, ProductTemporaries())
         found[operation] = ProductTemporaries(*map(max, temporaries, others))
     return BlockTemporaries(**found)
+
+
+def count_unsaved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Count the bytes of inputs that a compiled block does not save, because the gradients of its
+    weights are products of codes.
+
+    With one scale the backward pass computes values and codes again, from tensors that are saved
+    anyway. With scales of columns the forward pass saves transposed codes, a byte each. Only what
+    is computed between products counts: the outputs of norms and gates. It is known for dense
+    blocks with a norm before each branch; others count as if they saved all inputs.
+    """
+    shares = candidate.quantised_shares
+    names = facts.shape.names
+    if (
+        shares is None
+        or shares.spanning is None
+        or shares.has_wide_weight_gradients
+        or not candidate.compile
+        or candidate.is_deferring
+        or candidate.adapter is not None
+        or candidate.layout.tp > 1
+        or kind.shape.sparse
+        or facts.shape.parallel_residual
+        or None in (names.pre_attention_norm, names.pre_mlp_norm)
+    ):
+        return 0.0
+    hidden = facts.shape.hidden_size
+    elements = hidden * shares.attention + (hidden + facts.shape.intermediate_size) * shares.mlp
+    num_bytes = candidate.micro_batch_tokens * elements * candidate.activation_bytes
+    return _UNSAVED_PARTS[shares.spanning.operands] * num_bytes
 
 
 def _get_operation(role: str) -> str:
