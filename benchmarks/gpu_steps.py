@@ -17,9 +17,9 @@ _ENGINE = tuple(
 )
 GOALS = {
     "real": (
-        "speed llama-3-8b-12-layers-4096-compile",
         "speed llama-3-8b-12-layers-bf16-weights-4096-compile",
         *("low precision all layers", "offload llama-3.2-1b-4096"),
+        "speed llama-3-8b-12-layers-4096-compile",
         *("speed llama-3-8b-lora-4096-compile", "attention", "functions"),
         *("speed gemma-2-9b-4096-compile", "speed gpt-oss-20b-4096-compile"),
         *("speed qwen3-30b-a3b-lora-4096-compile", "profile llama-3-8b-12-layers-4096-compile"),
