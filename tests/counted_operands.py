@@ -17,8 +17,11 @@ CountedOperands = dict[str, set[tuple[bytes, bytes]]]
 
 
 @contextmanager
-def record_counted_operands() -> Iterator[CountedOperands]:
-    """Record the operands of steps that count them, compiled or not."""
+def record_counted_operands(*, counts_repeats: bool = True) -> Iterator[CountedOperands]:
+    """Record the operands of steps that count them, compiled or not.
+
+    `counts_repeats` is False to count once what several products of a weight quantise.
+    """
     recorded: CountedOperands = {}
     add = RoundingTotals.add
 
@@ -26,8 +29,10 @@ def record_counted_operands() -> Iterator[CountedOperands]:
         codes = matrix.codes.contiguous().view(torch.uint8).numpy().tobytes()
         scales = [each.contiguous().view(torch.uint8) for each in list_scales(matrix)]
         scale_bytes = b"".join(each.numpy().tobytes() for each in scales)
-        recorded.setdefault(name, set()).add((codes, scale_bytes))
-        add(self, name, values_RC, matrix)
+        operands = recorded.setdefault(name, set())
+        if counts_repeats or (codes, scale_bytes) not in operands:
+            add(self, name, values_RC, matrix)
+        operands.add((codes, scale_bytes))
 
     with mock.patch.object(RoundingTotals, "add", record):
         yield recorded

@@ -87,7 +87,9 @@ def build(model: str, recipe: str, recompute: RecomputeKind) -> Decoder:
     return decoder
 
 
-def run_step(decoder: Decoder, step: int) -> tuple[list[Tensor], CountedOperands, Tensor]:
+def run_step(
+    decoder: Decoder, step: int, *, counts_repeats: bool = True
+) -> tuple[list[Tensor], CountedOperands, Tensor]:
     """Return a step's gradients, the operands of its products, and their counts."""
     generator = torch.Generator().manual_seed(step)
     ids_BT = torch.randint(0, decoder.shape.vocab_size, (2, 16), generator=generator)
@@ -96,7 +98,7 @@ def run_step(decoder: Decoder, step: int) -> tuple[list[Tensor], CountedOperands
     decoder.rounding_totals.is_counting = True
     if decoder.rounding_key is not None:
         decoder.rounding_key.copy_(hash_numbers(step))
-    with record_counted_operands() as operands:
+    with record_counted_operands(counts_repeats=counts_repeats) as operands:
         row_weight = None if decoder.shape.experts is None else 0.5
         decoder(ids_BT, labels_BT=ids_BT, row_weight=row_weight).backward()
     gradients = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
@@ -109,6 +111,7 @@ def test_layers_share_one_graph_and_quantise_the_same(
 ) -> None:
     decoder = build(model, recipe, recompute)
     expected = [run_step(decoder, step) for step in (0, 1)]
+    least = [run_step(decoder, step, counts_repeats=False)[-1] for step in (0, 1)]
     counter = GraphCounter()
     counter.compile(decoder, fullgraph=decoder.shape.experts is None)
     for step in (0, 1):
@@ -122,7 +125,9 @@ def test_layers_share_one_graph_and_quantise_the_same(
         is_flushed = counts[:, 1] > 0
         assert torch.equal(is_flushed, expected_counts[:, 1] > 0)
         if recompute == "none":
-            assert torch.equal(counts, expected_counts)
+            # Each pass counts once what several of its products of a weight quantise.
+            assert (least[step] <= counts).all()
+            assert (counts <= expected_counts).all()
     # A step that does not count runs the same graph.
     assert decoder.rounding_totals is not None
     decoder.rounding_totals.is_counting = False
