@@ -365,8 +365,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_end(log: Path) -> str:
-    """Return the last lines of a log on one line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    """Return the last lines of a log on one line, with paths from the root of the project."""
+    text = log.read_text(errors="replace").replace(f"{ROOT}/", "")
+    lines = [line.strip() for line in text.splitlines()]
     return " / ".join([line for line in lines if line][-_LAST_LINES:])[-600:]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from importlib import util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from shardwright.optim.quantised_update import (
     apply_adamw,
     build_gradient_factor,
     compute_factors,
+    write_unless_skipped,
 )
 from shardwright.optim.sharded_optimizer import (
     Moment,
@@ -130,13 +131,6 @@ _KnownFactors = dict[tuple[int, int], Factors]
 """Factors of updates by id of the group and number of the update."""
 
 
-class _PreparedUpdate(NamedTuple):
-    """Update of a piece, which holds its gradient."""
-
-    piece: ParameterPiece
-    update: Update
-
-
 class AdamW8bit(ShardedOptimizer):
     """AdamW (decoupled decay) with updates computed in fp32 and moments stored in 8 bits."""
 
@@ -165,8 +159,8 @@ class AdamW8bit(ShardedOptimizer):
         self.block_size = block_size
         require_torchao()
         self._update = QuantisedUpdate(block_size, compile_function)
-        self._prepared_updates: dict[int, _PreparedUpdate] = {}
-        """Updates by the piece's id."""
+        self._prepared_updates: dict[int, Update] = {}
+        """Updates by the id of a prepared piece; they hold its gradient."""
 
     def list_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, StateSpec]:
         """List the tensors of a parameter's state by name, without its step count."""
@@ -217,8 +211,7 @@ class AdamW8bit(ShardedOptimizer):
         known: _KnownFactors = {}
         for piece in pieces:
             if piece.gradient.is_contiguous():
-                update = self._prepare(piece, known)
-                self._prepared_updates[id(piece)] = _PreparedUpdate(piece, update)
+                self._prepared_updates[id(piece)] = self._prepare(piece, known)
 
     def can_skip_on_device(self) -> bool:
         """Return True if the device's factor, in fp32, has the bits of the host's."""
@@ -240,8 +233,7 @@ class AdamW8bit(ShardedOptimizer):
         )
         known: _KnownFactors = {}
         for piece in pieces:
-            prepared = self._prepared_updates.pop(id(piece), None)
-            update = self._prepare(piece, known) if prepared is None else prepared.update
+            update = self._prepared_updates.pop(id(piece), None) or self._prepare(piece, known)
             update(factor)
         self.advance_counts(pieces)
 
@@ -284,8 +276,12 @@ def _update_wide_moments(
 ) -> None:
     """Update a piece with fp32 moments."""
     moments = (piece.state["exp_avg"], piece.state["exp_avg_sq"])
+    mean, square = moments if factor.is_skipped is None else map(torch.clone, moments)
     bits = None if rounding is None else _draw_bits(piece, rounding)
-    apply_adamw(piece.local, piece.gradient, *moments, factors, factor, bits)
+    apply_adamw(piece.local, piece.gradient, mean, square, factors, factor, bits)
+    if factor.is_skipped is not None:
+        for moment, values in zip(moments, (mean, square), strict=True):
+            write_unless_skipped(moment, values, factor.is_skipped)
 
 
 def _draw_bits(piece: ParameterPiece, rounding: PieceRounding) -> Tensor:

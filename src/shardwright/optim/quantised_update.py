@@ -165,7 +165,7 @@ def update_rows(
     weights, gradient, mean_codes, mean_scales, square_codes, square_scales, copy = rows
     mean = _decode(mean_codes, mean_scales, tables.signed, block_size)
     square = _decode(square_codes, square_scales, tables.unsigned, block_size)
-    _update_decoded(weights, gradient, mean, square, factors, gradient_factor, random_bits)
+    apply_adamw(weights, gradient, mean, square, factors, gradient_factor, random_bits)
     if copy is not None:
         copy.copy_(weights)
     is_skipped = gradient_factor.is_skipped
@@ -182,30 +182,12 @@ def apply_adamw(
     gradient_factor: GradientFactor,
     random_bits: Tensor | None = None,
 ) -> None:
-    """Update `local` and the fp32 moments `mean` and `square` in place.
+    """Update `local` in place unless the step is skipped, and the fp32 moments `mean` and `square`
+    always.
 
     Operations, order and precision are torchao's. `random_bits` round new weights to bf16
     (`stochastic_rounding`); None if `local` is not in bf16.
     """
-    is_skipped = gradient_factor.is_skipped
-    moments = (mean, square)
-    new = moments if is_skipped is None else (mean.clone(), square.clone())
-    _update_decoded(local, gradient, *new, factors, gradient_factor, random_bits)
-    if is_skipped is not None:
-        for moment, values in zip(moments, new, strict=True):
-            _write(moment, values, is_skipped)
-
-
-def _update_decoded(
-    local: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    factors: Factors,
-    gradient_factor: GradientFactor,
-    random_bits: Tensor | None,
-) -> None:
-    """Update `local` unless the step is skipped, and the moments always."""
     if gradient_factor.number is None:
         gradient = _scale(gradient, gradient_factor.value)
     elif gradient_factor.number != 1.0:
@@ -218,7 +200,7 @@ def _update_decoded(
     denominator = square.sqrt() / factors.square_correction + factors.eps
     weights = weights - factors.lr * (mean / factors.mean_correction) / denominator
     weights = weights if random_bits is None else round_to_bf16(weights, random_bits)
-    _write(local, weights, gradient_factor.is_skipped)
+    write_unless_skipped(local, weights, gradient_factor.is_skipped)
 
 
 def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -227,7 +209,7 @@ def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
     return (gradient.to(wide) * factor.to(wide)).to(gradient.dtype)
 
 
-def _write(target: Tensor, values: Tensor, is_skipped: Tensor | None) -> None:
+def write_unless_skipped(target: Tensor, values: Tensor, is_skipped: Tensor | None) -> None:
     """Write new values unless the step is skipped."""
     if is_skipped is None:
         target.copy_(values)
@@ -255,8 +237,8 @@ def _encode(
     new_scales_RK = padded.unflatten(-1, (num_blocks, block_size)).abs().amax(-1).clip(1e-12)
     scaled_RC = values_RC / _expand_scales(new_scales_RK, width, block_size)
     quantise = import_module("torchao.optim.quant_utils").quantize_8bit_with_qmap
-    _write(scales_RK, new_scales_RK, is_skipped)
-    _write(codes_RC, quantise(scaled_RC, table), is_skipped)
+    write_unless_skipped(scales_RK, new_scales_RK, is_skipped)
+    write_unless_skipped(codes_RC, quantise(scaled_RC, table), is_skipped)
 
 
 def _expand_scales(scales_RK: Tensor, width: int, block_size: int) -> Tensor:

@@ -59,7 +59,10 @@ def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
     )
     steps = [
         make_step("first", WRITE.format(text='{"product_error": 0, "name": "x"}')),
-        make_step("raises", "print('a line'); raise ValueError('broken on purpose')"),
+        make_step(
+            "raises",
+            f"print('a line of {gpu_parts.ROOT}/x.py'); raise ValueError('broken on purpose')",
+        ),
         make_step("slow", start_child, limit=2.0),
         make_step("damaged", WRITE.format(text="{")),
         make_step("not there", "", part=2),
@@ -77,6 +80,7 @@ def test_a_failing_or_slow_step_leaves_the_others(tmp_path: Path) -> None:
     }
     assert results["first"]["result"]["name"] == "x"
     assert "ValueError: broken on purpose" in results["raises"]["message"]
+    assert "a line of x.py" in results["raises"]["message"]
     assert "is damaged" in results["damaged"]["message"]
     page = (tmp_path / "gpu.md").read_text()
     assert "**3 passed, 2 failed, 1 timed out.**" in page
