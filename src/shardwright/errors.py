@@ -43,6 +43,8 @@ class ExitCode(IntEnum):
     PREEMPTED = 4
     INTERRUPTED = 130
     """Ctrl-C that saved nothing: 128 + SIGINT, as shells report it."""
+    PIPE_CLOSED = 141
+    """The reader of the output ended first: 128 + SIGPIPE, as shells report it."""
 
 
 class ShardwrightError(Exception):

@@ -1,7 +1,7 @@
 """The `shardwright` command: verbs, exit codes and error output.
 
 Exit codes: 0 done, 1 check failed, 2 wrong input, 3 run failed, 4 preempted after saving, 130
-interrupted without saving.
+interrupted without saving, 141 output closed by its reader.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         message = "interrupted; nothing was saved"
         sys.stderr.write(f"{message}\n")
         return _report_end(ExitCode.INTERRUPTED, "Interrupted", message, as_json=as_json)
+    except SystemExit as end:
+        # typer ends with 1 if the reader of a pipe has closed it: for us that is a failed check.
+        if isinstance(end.__context__, BrokenPipeError):
+            return ExitCode.PIPE_CLOSED
+        raise
     except ShardwrightError as error:
         _report_error(error, as_json=as_json)
         return error.exit_code

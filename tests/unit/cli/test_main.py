@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,21 @@ def test_a_full_disk_behind_the_standard_output_is_no_bug(
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
         assert run(words) == ExitCode.RUN_FAILED
     assert capsys.readouterr().err.startswith("error: a file or the standard output cannot be")
+
+
+@pytest.mark.parametrize("words", [["schema"], ["--help"]])
+def test_a_reader_that_ends_first_is_no_failed_check(words: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "shardwright", *words],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert ended.returncode == ExitCode.PIPE_CLOSED
+    assert ended.stderr == b""
 
 
 def test_an_optional_argument_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
