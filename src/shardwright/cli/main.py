@@ -7,6 +7,7 @@ interrupted without saving, 141 output closed by its reader.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import traceback
@@ -33,7 +34,7 @@ def build_app(verb: str | None) -> typer.Typer:
         name="shardwright",
         help="Plan, verify and train large language models on any number of devices.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -80,9 +81,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in argument_list
     escape_unencodable()
     try:
-        result = build_app(
-            next((word for word in argument_list if not word.startswith("-")), None)
-        )(argument_list, standalone_mode=False)
+        words = _words_to_complete() or argument_list
+        verb = next((word for word in words if not word.startswith("-")), None)
+        result = build_app(verb)(argument_list, standalone_mode=False)
         if result == ExitCode.INTERRUPTED:  # typer returns it for a Ctrl-C that no verb handled
             raise KeyboardInterrupt
         return result if isinstance(result, int) else ExitCode.DONE
@@ -109,6 +110,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
                 ExitCode.WRONG_INPUT, "UsageError", error.format_message(), as_json=as_json
             )
         return _report_bug(error, as_json=as_json)
+
+
+def _words_to_complete() -> list[str]:
+    """Words of the command line that a shell asks to complete, none in an ordinary call.
+
+    Typer's scripts for shells (`--show-completion`) pass them in the environment: bash in
+    COMP_WORDS, the others in _TYPER_COMPLETE_ARGS.
+    """
+    if "_SHARDWRIGHT_COMPLETE" not in os.environ:
+        return []
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]
 
 
 def _report_os_error(error: OSError, *, as_json: bool) -> ExitCode:

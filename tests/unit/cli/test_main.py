@@ -85,6 +85,39 @@ def test_a_reader_that_ends_first_is_no_failed_check(words: list[str]) -> None:
     assert ended.stderr == b""
 
 
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("shardwright pl", "plan"),
+        ("shardwright plan --cl", "--cluster"),
+        ("shardwright checkpoint ve", "verify"),
+    ],
+)
+def test_a_shell_completes_verbs_and_the_options_of_the_typed_one(
+    line: str, completed: str, tmp_path: Path
+) -> None:
+    command = tmp_path / "shardwright"
+    command.write_text(
+        f"#!{sys.executable}\nfrom shardwright.cli.main import main\nmain()\n", encoding="utf-8"
+    )
+    command.chmod(0o755)
+    script = f"""
+        eval "$(shardwright --show-completion bash)"
+        COMP_WORDS=({line})
+        COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        _shardwright_completion shardwright
+        echo "${{COMPREPLY[@]}}"
+    """
+    shell = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shell.stdout == f"{completed}\n"
+
+
 def test_an_optional_argument_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     run(["verify", "--help"])
     assert "[OPTIONS] [RECIPE]\n" in capsys.readouterr().out
