@@ -80,9 +80,10 @@ def read_settled_bytes(model: ParallelModel) -> int:
 def count_live_bytes(model: ParallelModel) -> int:
     gc.collect()
     tensors: list[Tensor] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    tensors += [
-        parameter.grad for _, parameter in model.named_parameters() if parameter.grad is not None
-    ]
+    # FSDP2 of torch 2.15 keeps unsharded gradients in `grad` of weights that are no parameters now.
+    leaves = [each for each in tensors if each.is_leaf]
+    leaves += [parameter for _, parameter in model.named_parameters()]
+    tensors += [leaf.grad for leaf in leaves if leaf.grad is not None]
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor.device.type == "cpu":

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
@@ -192,6 +193,10 @@ def count_present(recipe: Recipe, world_size: int) -> tuple[int, ...]:
     return tuple(max(values) for values in zip(*present, strict=True))
 
 
+# FSDP2 of torch 2.15 keeps gradients that it hands to a hook as it keeps those that it sums.
+KEEPS_EVERY_SUM = torch.__version__ >= TorchVersion("2.15")
+
+
 @pytest.mark.parametrize(
     ("stage", "num_replicas"),
     [
@@ -218,4 +223,4 @@ def test_the_device_has_the_shards_of_two_blocks(
     ):
         assert 0 < present_bytes <= 2 * BLOCK_BYTES // 2
         assert num_gradients <= 3 * 7 * (stage > 1)
-        assert num_sums <= 3 * (num_replicas > 1)
+        assert num_sums <= 3 * (num_replicas > 1 or KEEPS_EVERY_SUM)

@@ -157,10 +157,11 @@ class DeferredProduct(NamedTuple):
 
 
 def accumulate_gradient(weight: nn.Parameter, gradient: Tensor) -> None:
-    """Add to the weight's gradient, in the weight's dtype."""
+    """Add to the weight's gradient, rounded to the weight's dtype."""
     gradient = gradient.to(weight.dtype)
     if weight.grad is None:
-        weight.grad = gradient
+        # FSDP2 of torch 2.15 sums gradients of 16-bit weights in fp32, in the weight's own `grad`.
+        weight.grad = gradient.to(getattr(weight, "grad_dtype", None) or weight.dtype)
     else:
         weight.grad += gradient
 
