@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.model.products.linear import Linear
-from shardwright.model.products.product import ProductRule, WeightGradientStore, multiply
+from shardwright.model.products.product import (
+    ProductRule,
+    WeightGradientStore,
+    accumulate_gradient,
+    multiply,
+)
 
 
 def build(transposed: bool, bias: bool) -> nn.Sequential:
@@ -112,3 +117,13 @@ def test_the_bits_are_those_of_plain_torch(
 def differentiate(product: Tensor, *inputs: Tensor | None) -> list[Tensor]:
     inputs = tuple(each for each in inputs if each is not None)
     return list(torch.autograd.grad(product.square().sum(), inputs))
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+def test_gradients_of_16_bit_weights_are_summed_in_the_dtype_that_fsdp2_sets() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    for value in (1.0, 2.0**-10):
+        accumulate_gradient(weight, torch.tensor([value]))
+    assert weight.grad is not None
+    assert weight.grad.item() == 1 + 2**-10  # more digits than bf16 has
