@@ -98,7 +98,8 @@ def _count_unreleased_sequences(run: PublishedRun, load: StageLoad, rank: Nanotr
     num_passes = load.num_in_flight if rank.pp > 1 else None
     is_accumulated = rank.num_micro_batches > 1
     count = count_unfinished_passes(num_passes, is_accumulated=is_accumulated) * of_pass
-    if rank.pp > 1 and is_accumulated and _is_device_slower(run, rank):
+    # Without more micro-batches than stages, no forward pass follows a backward one.
+    if 1 < rank.pp < rank.num_micro_batches and _is_device_slower(run, rank):
         in_backward = max(0.0, QUEUE_LENGTH - FORWARD_LAUNCHES * rank.num_layers)
         count = max(count, of_pass + 2.0 * in_backward / BACKWARD_LAUNCHES)
     return min(largest, count)

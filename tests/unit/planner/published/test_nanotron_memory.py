@@ -99,17 +99,19 @@ def test_a_host_that_runs_ahead_keeps_the_inputs_of_reduce_scatters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "num_unreleased"),
+    ("micro_batch", "global_batch", "num_unreleased"),
     # The products of 16 layers outlast their launches: 33 sequences of the forward pass, and
     # those in the rest of the queue, (1024 - 640) / 40.
-    [(16, 42.6), (8, 0)],
+    # Of two micro-batches, no forward pass follows a backward one.
+    [(16, 512, 42.6), (8, 512, 0), (16, 64, 0)],
 )
 def test_a_slow_device_leaves_sequences_of_two_stages(
-    micro_batch: int, num_unreleased: float
+    micro_batch: int, global_batch: int, num_unreleased: float
 ) -> None:
-    row = {"gpus": 32, "tp": 8, "pp": 2, "micro_batch": micro_batch, "global_batch": 512}
+    row = {"gpus": 32, "tp": 8, "pp": 2, "micro_batch": micro_batch}
+    row["global_batch"] = global_batch
     sequence_gib = micro_batch * 4096 * 3072 * 2 / GIB_BYTES
-    polled = {"gpus": 256, "global_batch": 4096}  # that release waits for the device
+    polled = {"gpus": 256, "global_batch": 8 * global_batch}  # that release waits for the device
     difference = report_gib(**row) - report_gib(**row | polled)
     shards = 16 * (1 / 2 - 1 / 16)  # of the states; and the parts of the gather
     assert difference == pytest.approx(num_unreleased * sequence_gib, abs=shards)
