@@ -33,9 +33,10 @@ def test_a_free_block_is_split_and_merged_again() -> None:
     assert allocator.reserved_bytes == 52 * MIB
 
 
-def test_the_smallest_free_block_that_suffices_is_taken() -> None:
+def test_an_allocation_uses_the_smallest_free_block_that_suffices() -> None:
     allocator = CachingAllocator()
-    large, small = allocator.allocate(40 * MIB), allocator.allocate(20 * MIB)
+    large = allocator.allocate(40 * MIB)
+    small = allocator.allocate(20 * MIB)
     allocator.free(large)
     allocator.free(small)
     allocator.allocate(16 * MIB)

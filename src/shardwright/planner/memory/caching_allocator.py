@@ -20,12 +20,14 @@ _MIN_OWN_SEGMENT_BYTES = 10 * _MIB
 _SEGMENT_ROUNDING_BYTES = 2 * _MIB
 
 
-class Block:
+class MemoryBlock:
     """Part of a segment. `previous` and `next` are its neighbours in the segment."""
 
     __slots__ = ("is_free", "next", "num_bytes", "previous", "serial")
 
-    def __init__(self, num_bytes: int, serial: int, previous: Block | None, next_: Block | None):
+    def __init__(
+        self, num_bytes: int, serial: int, previous: MemoryBlock | None, next_: MemoryBlock | None
+    ):
         self.num_bytes = num_bytes
         self.serial = serial
         self.is_free = False
@@ -45,8 +47,8 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.queue_length = queue_length
         self.reserved_bytes = 0
-        self._free: list[tuple[int, int, Block]] = []  # by size, then age
-        self._pending: deque[tuple[int, Block]] = deque()
+        self._free: list[tuple[int, int, MemoryBlock]] = []  # by size, then age
+        self._pending: deque[tuple[int, MemoryBlock]] = deque()
         self._serials = count()
         self._num_launched = 0
         self._num_finished = 0
@@ -61,7 +63,7 @@ class CachingAllocator:
         self._num_finished = self._num_launched
         self._release_finished()
 
-    def allocate(self, num_bytes: float) -> Block | None:
+    def allocate(self, num_bytes: float) -> MemoryBlock | None:
         """Return a block of at least this size: the smallest free one, else a new segment. None
         for a small tensor, which is not counted."""
         size = ceil(num_bytes / _ROUNDING_BYTES) * _ROUNDING_BYTES
@@ -71,7 +73,7 @@ class CachingAllocator:
         block = self._take(size) or self._reserve(size)
         rest_bytes = block.num_bytes - size
         if rest_bytes > _SMALL_BYTES:
-            rest = Block(rest_bytes, next(self._serials), block, block.next)
+            rest = MemoryBlock(rest_bytes, next(self._serials), block, block.next)
             if block.next is not None:
                 block.next.previous = rest
             block.next = rest
@@ -79,7 +81,7 @@ class CachingAllocator:
             self._insert(rest)
         return block
 
-    def free(self, block: Block | None, *, is_shared: bool = False) -> None:
+    def free(self, block: MemoryBlock | None, *, is_shared: bool = False) -> None:
         """Free a block. `is_shared`: another stream uses it."""
         if block is None:
             return
@@ -88,7 +90,7 @@ class CachingAllocator:
         else:
             self._release(block)
 
-    def _take(self, size: int) -> Block | None:
+    def _take(self, size: int) -> MemoryBlock | None:
         index = bisect_left(self._free, (size, -1))
         if index == len(self._free):
             return None
@@ -96,7 +98,7 @@ class CachingAllocator:
         block.is_free = False
         return block
 
-    def _reserve(self, size: int) -> Block:
+    def _reserve(self, size: int) -> MemoryBlock:
         segment_bytes = _SMALL_SEGMENT_BYTES
         if size >= _MIN_OWN_SEGMENT_BYTES:
             segment_bytes = ceil(size / _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
@@ -104,7 +106,7 @@ class CachingAllocator:
             self.synchronise()
             self._release_segments()
         self.reserved_bytes += segment_bytes
-        return Block(segment_bytes, next(self._serials), None, None)
+        return MemoryBlock(segment_bytes, next(self._serials), None, None)
 
     def _release_segments(self) -> None:
         for _, _, block in list(self._free):
@@ -116,7 +118,7 @@ class CachingAllocator:
         while self._pending and self._pending[0][0] <= self._num_finished:
             self._release(self._pending.popleft()[1])
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: MemoryBlock) -> None:
         """Make a block reusable, merged with free neighbours."""
         after = block.next
         if after is not None and after.is_free:
@@ -135,10 +137,10 @@ class CachingAllocator:
             block = before
         self._insert(block)
 
-    def _insert(self, block: Block) -> None:
+    def _insert(self, block: MemoryBlock) -> None:
         block.is_free = True
         insort(self._free, (block.num_bytes, block.serial, block))
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         self._free.pop(bisect_left(self._free, (block.num_bytes, block.serial, block)))
         block.is_free = False

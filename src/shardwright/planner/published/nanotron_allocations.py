@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwright.planner.memory.caching_allocator import Block, CachingAllocator
+from shardwright.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 from shardwright.units import GIB_BYTES
 
 QUEUE_LENGTH = 1024
@@ -30,7 +30,7 @@ _BUCKET_BYTES = 25 << 20
 """DDP's `bucket_cap_mb`."""
 _TWO_BYTES = 2
 
-_Tensors = dict[str, Block | None]
+_Tensors = dict[str, MemoryBlock | None]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Step:
             self._run_backward(tensors)
         self._update()
 
-    def _reduce_scatter(self, launches: int) -> Block | None:
+    def _reduce_scatter(self, launches: int) -> MemoryBlock | None:
         """Return the block of a branch's output, summed over the tensor-parallel ranks."""
         output = self.allocator.allocate(self.sequence)
         self.allocator.launch(launches)
@@ -180,8 +180,9 @@ class _Step:
             self.allocator.free(logits)
         return [*layers, last]
 
-    def _run_layer_forward(self, stream: Block | None) -> tuple[_Tensors, Block | None]:
-        allocate, free = self.allocator.allocate, self.allocator.free
+    def _run_layer_forward(self, stream: MemoryBlock | None) -> tuple[_Tensors, MemoryBlock | None]:
+        allocate = self.allocator.allocate
+        free = self.allocator.free
         tensors: _Tensors = {"stream": stream, "attention_norm": allocate(self.stream)}
         if self.is_parallel and not self.has_buffers:
             # Gathered inputs and gathered gradients (`MemoryBuffer`).
@@ -213,8 +214,9 @@ class _Step:
 
     def _run_backward(self, layers: list[_Tensors]) -> None:
         """Run one micro-batch backward. Its bf16 gradients are freed when all exist."""
-        allocate, free = self.allocator.allocate, self.allocator.free
-        gradients: list[Block | None] = []
+        allocate = self.allocator.allocate
+        free = self.allocator.free
+        gradients: list[MemoryBlock | None] = []
         last = layers[-1]
         if self.has_head:
             logits = allocate(self.logits)
@@ -241,17 +243,19 @@ class _Step:
             free(block)
 
     def _run_layer_backward(
-        self, tensors: _Tensors, gradient: Block | None, gradients: list[Block | None]
-    ) -> Block | None:
+        self, tensors: _Tensors, gradient: MemoryBlock | None, gradients: list[MemoryBlock | None]
+    ) -> MemoryBlock | None:
         """Return the gradient of the layer's input; append those of its weights."""
-        allocate, free = self.allocator.allocate, self.allocator.free
+        allocate = self.allocator.allocate
+        free = self.allocator.free
         _, fused_elements, output_elements, _, gate_elements, down_elements = (
             self.rank.layer_elements
         )
         product = allocate(self.inner)
         gradients.append(allocate(_TWO_BYTES * down_elements))
         free(tensors["product"])
-        activation, up = allocate(self.inner), allocate(self.inner)
+        activation = allocate(self.inner)
+        up = allocate(self.inner)
         free(product)
         free(tensors["activation"])
         gate = allocate(self.inner)
@@ -269,7 +273,8 @@ class _Step:
         free(copy)
         attention = allocate(self.stream)
         free(output)
-        queries, keys_values = allocate(self.stream), allocate(2 * self.keys)
+        queries = allocate(self.stream)
+        keys_values = allocate(2 * self.keys)
         sums = allocate(2 * self.stream)  # of the queries' gradient, in fp32
         for block in (sums, attention):
             free(block)
@@ -288,15 +293,16 @@ class _Step:
 
     def _run_column_backward(
         self,
-        gradient: Block | None,
-        output_gradient: Block | None,
-        norm: Block | None,
-        stream: Block | None,
+        gradient: MemoryBlock | None,
+        output_gradient: MemoryBlock | None,
+        norm: MemoryBlock | None,
+        stream: MemoryBlock | None,
         num_elements: int,
-        gradients: list[Block | None],
-    ) -> Block | None:
+        gradients: list[MemoryBlock | None],
+    ) -> MemoryBlock | None:
         """Run the product after a norm and the norm backward, and add the residual gradient."""
-        allocate, free = self.allocator.allocate, self.allocator.free
+        allocate = self.allocator.allocate
+        free = self.allocator.free
         whole = allocate(self.sequence)
         self.allocator.launch(BACKWARD_LAUNCHES // 2)
         reduced = allocate(self.stream) if self.is_parallel else whole
