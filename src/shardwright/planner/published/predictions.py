@@ -11,6 +11,10 @@ from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import predict
 from shardwright.planner.published.measurements import PublishedRun
+from shardwright.planner.published.nanotron_memory import (
+    compute_reserved_bytes,
+    has_simulated_memory,
+)
 from shardwright.planner.rates.calibration import EfficiencyTable, load_efficiencies
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.pipeline import get_pipeline
@@ -92,6 +96,8 @@ def compute_reported_memory_bytes(
         first = get_pipeline(
             facts, candidate.layout, steps, candidate.sequence_length, candidate.engine
         ).build_rank_load(0)
+        if has_simulated_memory(run):
+            return compute_reserved_bytes(run, first)
         parts = predict_memory(facts, candidate, first, _find_efficiency(run, efficiencies))
     return {"allocated": parts.live, "reserved": parts.reserved, "device": parts.total}[
         run.memory_metric
