@@ -254,7 +254,7 @@ def test_generated_code_quantises_the_same_bytes(dtype: torch.dtype) -> None:
             assert torch.equal(left_bytes, right_bytes)
 
 
-def test_recipes_of_one_process_have_graphs_whose_sizes_are_numbers() -> None:
+def test_graphs_of_all_recipes_in_one_process_have_fixed_sizes() -> None:
     torch.compiler.reset()
     graphs: list[GraphModule] = []
 
