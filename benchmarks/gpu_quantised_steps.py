@@ -102,8 +102,7 @@ def time_steps(
         by kind, the kernels with the most time, and peak bytes; seconds of norm and update, after a
         wait for the passes, and of their kernels.
     """
-    # As in a process of its own: torch 2.11 fails to trace blocks with rowwise products in one that
-    # has traced them with tensorwise ones (an assertion in Dynamo's tracing of autograd functions).
+    # As in a process of its own: graphs of other recipes count against the limit of recompilations.
     torch.compiler.reset()
     gc.collect()  # the model before this one
     if device.type == "cuda":

@@ -72,7 +72,7 @@ def build_training_state(
     if offload is not None:
         update |= {"offload": offload}
     validated_run = agree_on_memory_settings(
-        build_validated_run(recipe.model_copy(update=update), 1),
+        build_validated_run(recipe.model_copy(update=update), 1, device),
         RankSync(RankEnvironment(), device),
         device,
     )

@@ -182,7 +182,8 @@ def start_shardwright(
             | ({"dir": str(folder)} if tier == "disk" else {})
         )
         recipe = recipe.model_copy(update={"offload": section})
-    state = build_state(build_validated_run(recipe, 1), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    state = build_state(build_validated_run(recipe, 1, cpu), cpu)
     tokens = make_tokens(read_model_config(case)["vocab_size"], case.sequence_length)
     update_seconds: list[float] = []
     transfers: list[dict[str, float]] = []

@@ -36,6 +36,7 @@ from shardwright.launch.rank_claim import join_ranks
 from shardwright.launch.rank_environment import RankEnvironment, detect_rank_environment
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.numerics.compilation import choose_compilation
 from shardwright.plans import resolve_plan
 from shardwright.telemetry.event_log import Event, EventWriter, StepEvent
 from shardwright.telemetry.event_logger import LOG_FILE_NAME, EventLogger
@@ -134,7 +135,7 @@ def run(case: Case, pace: Pace) -> None:
     join_ranks(ranks, device, recipe.run.timeout_seconds)
     rank_sync = RankSync(ranks, device)
     validated_run = agree_on_memory_settings(
-        build_validated_run(recipe, ranks.world_size), rank_sync, device
+        build_validated_run(recipe, ranks.world_size, device), rank_sync, device
     )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -227,8 +228,11 @@ def build_recipe(case: Case) -> Recipe:
     return Recipe.model_validate(content)
 
 
-def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
-    """Build a validated run with synthetic tokens in place of the recipe's sources."""
+def build_validated_run(recipe: Recipe, world_size: int, device: torch.device) -> ValidatedRun:
+    """Build a validated run with synthetic tokens in place of the recipe's sources.
+
+    Functions are compiled where a run on this device compiles them.
+    """
     assert recipe.model.path is not None
     shape = add_adapters(read_config(recipe.model.path), recipe.adapters)
     dataset = SyntheticDataset(shape.vocab_size, recipe.training.sequence_length)
@@ -237,7 +241,7 @@ def build_validated_run(recipe: Recipe, world_size: int) -> ValidatedRun:
     assert recipe.training.max_steps is not None
     return ValidatedRun(
         recipe=recipe,
-        plan=resolve_plan(recipe, shape, world_size),
+        plan=resolve_plan(recipe, shape, world_size, auto_compilation=choose_compilation(device)),
         data=data,
         total_steps=recipe.training.max_steps,
         frozen_names=frozenset(),

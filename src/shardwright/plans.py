@@ -116,7 +116,7 @@ class Plan:
     @property
     def has_fused_losses(self) -> bool:
         """True if losses and gradients of a chunk of logits are one compiled function."""
-        return self.is_compiled or self.pointwise.kind == "compiled"
+        return self.is_compiled or self.pointwise.kind != "none"
 
     @property
     def has_working_weights(self) -> bool:
@@ -178,6 +178,7 @@ def resolve_plan(
     shape: ModelShape,
     world_size: int,
     auto_precision: PrecisionChoice | None = None,
+    auto_compilation: CompileChoice | None = None,
 ) -> Plan:
     """Resolve a recipe on `world_size` ranks into a plan.
 
@@ -185,6 +186,7 @@ def resolve_plan(
         shape: the recipe's model.
         auto_precision: choice for `precision: auto` on the devices of the plan. Not needed if
             the recipe names its precision.
+        auto_compilation: the same for what `auto` compiles; None compiles nothing.
 
     Raises:
         LayoutError, RecipeError: degrees or batch sizes contradict each other or do not divide
@@ -194,7 +196,7 @@ def resolve_plan(
     """
     layout, batch = resolve_degrees(recipe, world_size)
     placement = place_model(shape, layout, batch.sequence_length)
-    return complete_plan(recipe, placement, batch, auto_precision)
+    return complete_plan(recipe, placement, batch, auto_precision, auto_compilation)
 
 
 def complete_plan(

@@ -231,7 +231,7 @@ def _print_report(report: VerificationReport, console: Console) -> None:
     )
     code = report.compiled_code
     console.print(str(code))
-    if code.pointwise.kind == "compiled":
+    if code.pointwise.kind != "none":
         console.print(str(code.pointwise))
     table = Table(
         "layout", "dtype", "closest to its limit", "error", "cases", box=None, pad_edge=False

@@ -14,7 +14,7 @@ def _parse_dropout(value: Any) -> Any:
 
 
 AttentionSetting = Literal["auto", "sdpa", "varlen", "flex", "explicit"]
-PointwiseSetting = Literal["auto", "compiled", "none"]
+PointwiseSetting = Literal["auto", "compiled", "loss", "none"]
 Dropout = Annotated[Literal["config", "off"], BeforeValidator(_parse_dropout)]
 
 
@@ -46,10 +46,11 @@ class ModelSection(RecipeSection):
     compiles on CUDA devices on which Triton works. A function whose results differ in a bit from
     the uncompiled one's is not used; the log says so."""
     fused_pointwise: PointwiseSetting = "auto"
-    """Norms, gates, rotary embeddings and residual sums in one pass over memory each, where blocks
-    are not compiled as a whole: `compiled` compiles each function by itself with torch.compile,
-    `none` runs separate operations. `auto` is `compiled` on CUDA devices on which Triton works, if
-    `compile` is off there; the log says which and why. Results differ by rounding."""
+    """Norms, gates, rotary embeddings, residual sums and the loss of a chunk of logits in one pass
+    over memory each, where blocks are not compiled as a whole: `compiled` compiles each function by
+    itself with torch.compile, `loss` that of the loss only, `none` runs separate operations. `auto`
+    is `compiled` on CUDA devices on which Triton works, if `compile` is off there, and `loss` for
+    transformers' own classes; the log says which and why. Results differ by rounding."""
     loss_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens whose logits the chunked linear cross-entropy computes at a time. `auto` is 1,024,
     and on CUDA up to 8,192 if the predicted memory of the run with them fits into the free

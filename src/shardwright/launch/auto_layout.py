@@ -124,7 +124,7 @@ def choose_compilation_here(recipe: Recipe) -> CompileChoice | None:
     named = [
         field
         for field in ("compile", "compile_functions", "fused_pointwise")
-        if getattr(model, field) in (True, "compiled")
+        if getattr(model, field) in (True, "compiled", "loss")
     ]
     is_auto = "auto" in (model.compile, model.fused_pointwise)
     if not named and not is_auto:

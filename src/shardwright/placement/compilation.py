@@ -9,7 +9,7 @@ from shardwright.architecture import HFShape, ModelShape
 from shardwright.config.model import PointwiseSetting
 from shardwright.errors import RecipeError
 
-PointwiseKind = Literal["compiled", "none"]
+PointwiseKind = Literal["compiled", "loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ class PointwiseChoice:
     reason: str
 
     def __str__(self) -> str:
-        functions = "each compiled by itself" if self.kind == "compiled" else "separate operations"
+        functions = {
+            "compiled": "each compiled by itself",
+            "loss": "separate operations, the loss compiled by itself",
+            "none": "separate operations",
+        }[self.kind]
         return f"norms, gates, rotations, residual sums: {functions} ({self.reason})"
 
 
@@ -83,15 +87,17 @@ def choose_pointwise(
             f"transformers' {shape.class_name} computes its own norms, gates and rotations",
             field="model.fused_pointwise",
             got=setting,
-            allowed="auto, none",
+            allowed="auto, loss, none",
             remedy="Remove the key",
         )
     if setting == "compiled":
         return PointwiseChoice("compiled", "the recipe names them")
-    if setting == "none":
-        return PointwiseChoice("none", "the recipe says none")
+    if setting != "auto":
+        return PointwiseChoice(setting, f"the recipe says {setting}")
     if isinstance(shape, HFShape):
-        return PointwiseChoice("none", f"auto: transformers' {shape.class_name} computes them")
+        can_compile = auto_compilation is not None and auto_compilation.is_compiled
+        reason = f"auto: transformers' {shape.class_name} computes them"
+        return PointwiseChoice("loss" if can_compile else "none", reason)
     if has_compiled_blocks:
         return PointwiseChoice("none", "auto: model.compile fuses those of blocks")
     if auto_compilation is None:

@@ -138,6 +138,8 @@ def _build_loss_function(recipe: Recipe, plan: Plan) -> LossFunction:
 
 def build_chunked_loss(recipe: Recipe, plan: Plan) -> LossFunction:
     """Build the loss in chunks, whose passes over logits are one where functions are compiled."""
+    if plan.has_fused_losses and plan.layout.tp > 1:
+        logger.info("loss: separate passes over logits (ranks of tp share the vocabulary)")
     return ChunkedLoss(
         recipe.model.smallest_loss_chunk,
         differentiate_token_losses if plan.has_fused_losses else None,

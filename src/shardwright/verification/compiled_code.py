@@ -78,7 +78,7 @@ def choose_compiled_code(
     )
     for field, is_required in (
         ("compile", setting is True),
-        ("fused_pointwise", recipe.model.fused_pointwise == "compiled"),
+        ("fused_pointwise", recipe.model.fused_pointwise in ("compiled", "loss")),
     ):
         if is_required and obstacle is not None:
             raise RecipeError(

@@ -30,6 +30,8 @@ from shardwright.model.products.operand import (
 )
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels, multiply_on_device
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
+from shardwright.model.products.working_operands import fill_operands
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import GraphCounter
@@ -250,3 +252,23 @@ def test_generated_code_quantises_the_same_bytes(dtype: torch.dtype) -> None:
                 each.contiguous().view(torch.uint8) for each in (left, right)
             )
             assert torch.equal(left_bytes, right_bytes)
+
+
+def test_graphs_of_all_recipes_in_one_process_have_fixed_sizes() -> None:
+    torch.compiler.reset()
+    graphs: list[GraphModule] = []
+
+    def keep_graph(graph: GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    x = make_matrix(128, 256).bfloat16().requires_grad_()
+    for recipe in ("tensorwise", "rowwise", "blockwise"):
+        layer = Linear(256, 512, bias=False)
+        layer.scaled = ScaledProducts(PRODUCT_SCALINGS[recipe], "w")
+        WorkingWeights(layer, torch.bfloat16, fill_operands).update()
+        torch.compile(layer.forward, backend=keep_graph, fullgraph=True)(x).sum().backward()
+    assert len(graphs) == 3
+    inputs = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]
+    sizes = [size for node in inputs for size in node.meta["example_value"].shape]
+    assert {type(size) for size in sizes} == {int}

@@ -45,6 +45,7 @@ def build_fused_recipe(
         ("auto", False, False, "none", "auto: a test says so"),
         ("auto", False, None, "none", "auto: no device is known"),
         ("compiled", False, False, "compiled", "the recipe names them"),
+        ("loss", False, False, "loss", "the recipe says loss"),
         ("none", False, True, "none", "the recipe says none"),
     ],
 )
@@ -67,8 +68,10 @@ def test_a_model_of_transformers_computes_its_own_functions() -> None:
     shape = object.__new__(HFShape)
     object.__setattr__(shape, "class_name", "OtherForCausalLM")
     rules: dict[str, Any] = {"has_compiled_blocks": False, "auto_compilation": CHOSEN}
-    assert choose_pointwise("auto", shape, **rules).kind == "none"
-    with pytest.raises(RecipeError, match=r"model\.fused_pointwise.*OtherForCausalLM.*auto, none"):
+    assert choose_pointwise("auto", shape, **rules).kind == "loss"
+    not_here: dict[str, Any] = {"has_compiled_blocks": False, "auto_compilation": None}
+    assert choose_pointwise("auto", shape, **not_here).kind == "none"
+    with pytest.raises(RecipeError, match=r"model\.fused_pointwise.*OtherForCausalLM.*auto, loss"):
         choose_pointwise("compiled", shape, **rules)
 
 
@@ -120,6 +123,7 @@ def test_a_run_logs_its_functions_once_and_records_them(
     losses = []
     for setting, functions in (
         ("auto", "separate operations (auto: the device is a CPU)"),
+        ("loss", "separate operations, the loss compiled by itself (the recipe says loss)"),
         ("compiled", "each compiled by itself (the recipe names them)"),
     ):
         caplog.clear()
@@ -131,13 +135,14 @@ def test_a_run_logs_its_functions_once_and_records_them(
         lines = [line for line in caplog.messages if line.startswith("norms, gates, rotations")]
         assert lines == [f"norms, gates, rotations, residual sums: {functions}"]
         folder = RunFolder(Path(recipe.run.dir))
-        kind = "compiled" if setting == "compiled" else "none"
+        kind = "none" if setting == "auto" else setting
         assert json.loads(folder.plan_path.read_text())["fused_pointwise"]["kind"] == kind
         assert load_recipe(folder.recipe_path).model.fused_pointwise == kind
         compiled = {formula for formula, *_ in operators.compiled_formulas}
-        assert bool(compiled) == (kind == "compiled")
-        assert (formulas.differentiate_token_losses in compiled) == (kind == "compiled")
+        assert (formulas.normalise_rms in compiled) == (kind == "compiled")
+        assert (formulas.differentiate_token_losses in compiled) == (kind != "none")
         events = read_events(Path(recipe.run.dir) / "events.jsonl")
         losses.append([each.loss for each in events if isinstance(each, StepEvent)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     torch._dynamo.reset()

@@ -162,6 +162,11 @@ class WorkingWeights:
                 weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
             )
             self._copies[parameter] = weight
+            if fill is not None:
+                for tensor in weight.tensors:
+                    # Sizes of scales are the recipe's. A second recipe in one process would make
+                    # them symbols, with which torch 2.11 fails to trace the products.
+                    torch._dynamo.mark_static(tensor)
 
     @property
     def copies(self) -> list[Tensor]:
