@@ -36,6 +36,7 @@ from shardwright.optim.sharded_optimizer import (
     PiecewiseOptimizer,
     ShardedModel,
     ShardedOptimizer,
+    UpdateByPiece,
 )
 from shardwright.optim.state import get_rule
 
@@ -88,6 +89,12 @@ class OffloadedOptimizer(ShardedOptimizer):
         super().__init__(optimizer.param_groups, {}, model)
         self.rule = get_rule(optimizer)
         self.optimizer: PiecewiseOptimizer = optimizer
+        self.applies_factor = (
+            isinstance(optimizer, UpdateByPiece)
+            and optimizer.applies_factor
+            and parameters is None
+            and not has_host_update
+        )
         self.device = device
         self._parameters = parameters
         self._overlap = overlap
@@ -277,6 +284,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         the first bucket. In a backward pass gradients follow, of any parameter that is trained.
         """
         self._copy_step_counts()
+        factor, self.gradient_factor = self.gradient_factor, 1.0
         inputs: dict[str, _UpdateInputs] | None = None
         if self.is_updating:
             updated = {name for name, (tensor, _) in self._members.items() if tensor.requires_grad}
@@ -309,7 +317,8 @@ class OffloadedOptimizer(ShardedOptimizer):
                     unit = following
                 self._parameters.bring_for_update(names)
             with self._stream.open_bucket(index) as parts:
-                self._update_pieces([self._build_piece(piece, parts, inputs) for piece in planned])
+                built = [self._build_piece(piece, parts, inputs) for piece in planned]
+                self._update_pieces(built, factor)
             if self._overlap is not None:
                 self._end_bucket(self._overlap, planned, inputs)
         self._stream.end()
@@ -353,8 +362,12 @@ class OffloadedOptimizer(ShardedOptimizer):
         if self._parameters is not None:
             self._parameters.discard_gradients()
 
-    def _update_pieces(self, pieces: Sequence[ParameterPiece]) -> None:
-        """Update pieces; on the host, launch the copies of their weights to the device."""
+    def _update_pieces(self, pieces: Sequence[ParameterPiece], factor: float) -> None:
+        """Update pieces with their gradients times a factor; on the host, launch the copies of
+        their weights to the device."""
+        if self.applies_factor:
+            assert isinstance(self.optimizer, UpdateByPiece)
+            self.optimizer.gradient_factor = factor
         if self._host_update is None:
             self.optimizer.update_pieces(pieces)
             return

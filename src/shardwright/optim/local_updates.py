@@ -146,14 +146,15 @@ class AdamWRule:
 def _saves_traffic(pieces: Sequence[ParameterPiece], gradient_factor: float | DeviceFactor) -> bool:
     """Return True if one pass moves fewer bytes than torch's kernel, or runs on a CPU.
 
-    torch's kernel updates all tensors in one launch, one pass four at most, and the host of a GPU
-    launches the updates of offloaded moments while it launches a forward pass.
+    torch's kernel updates all tensors in one launch, one pass four at most, and only one of those
+    whose moments share memory. The host of a GPU launches the updates of such offloaded moments
+    while it launches a forward pass, so it multiplies all their gradients in one launch before.
     """
-    return (
-        pieces[0].local.is_cpu
-        or gradient_factor != 1.0
-        or any(piece.copy is not None for piece in pieces)
-    )
+    if pieces[0].local.is_cpu or any(piece.copy is not None for piece in pieces):
+        return True
+    moments = [get_local_tensor(piece.state["exp_avg"]) for piece in pieces if piece.local.numel()]
+    storages = {moment.untyped_storage().data_ptr() for moment in moments}
+    return gradient_factor != 1.0 and len(storages) == len(moments)
 
 
 def _collect_by_group(

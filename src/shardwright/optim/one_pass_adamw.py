@@ -177,7 +177,8 @@ class OnePassAdamW:
     def __init__(self, compile_function: CompileFunction) -> None:
         self._compile_function = compile_function
         self._functions: dict[tuple[torch.dtype | None, AdamWConstants, int], Any] = {}
-        """By dtype of the copies, constants and number of tensors; None if there is none."""
+        """By dtype of the copies, constants and number of tensors; None if there is none. Without
+        one for a single tensor none is used."""
         self._lengths: list[int] = []
         """Numbers of tensors for which there is a graph, besides one."""
         self._prepared: dict[int, tuple[ParameterPiece, _PreparedUpdate | None]] = {}
@@ -189,8 +190,12 @@ class OnePassAdamW:
         It changes no state and waits for nothing.
         """
         chosen: list[tuple[ParameterPiece, AdamWTensors]] = []
+        constants = _get_constants(group)
         for piece in pieces:
             self._prepared[id(piece)] = (piece, None)
+            copy_dtype = None if piece.copy is None else piece.copy.tensor.dtype
+            if self._functions.get((copy_dtype, constants, 1), "not tried") is None:
+                continue  # its numbers would take longer than those of torch's kernel
             tensors = _collect_tensors(piece)
             if tensors is not None:
                 chosen.append((piece, tensors))

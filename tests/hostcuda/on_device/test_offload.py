@@ -5,6 +5,7 @@ ordered by events, without a wait of the host.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from shardwright.config.offload import OffloadSection
 from shardwright.layout import Layout
 from shardwright.offload import OffloadedOptimizer, StreamedUpdate, offload_optimizer
 from shardwright.offload.device_buffers import DeviceBuffers
-from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
+from shardwright.optim import (
+    build_optimizer,
+    collect_optimizer_tensors,
+    collect_optimizer_values,
+    one_pass_adamw,
+)
+from shardwright.optim.local_updates import AdamWRule
+from shardwright.optim.sharded_optimizer import ParameterPiece
 from shardwright.telemetry.event_log import EvaluationEvent, StepEvent, read_events
 from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
@@ -267,3 +275,38 @@ def test_copies_that_no_event_orders_are_detected(
     with pytest.raises(RuntimeError, match="missing event"):
         train(tmp_path, "adamw", "host")
     device.list_violations()  # those of the interrupted run
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_pieces_of_one_buffer_are_updated_by_one_launch_with_any_factor(
+    monkeypatch: pytest.MonkeyPatch, shares_memory: bool
+) -> None:
+    """The compiler's function would have a call for each of them."""
+    monkeypatch.setattr(one_pass_adamw, "_MIN_ELEMENTS", {"cuda": 64})
+    calls: list[int] = []
+
+    def compile_function(
+        _name: str, _function: Any, otherwise: Callable[..., Any], _make_sample: Any
+    ) -> Callable[..., Any]:
+        def update(all_tensors: Sequence[Any], *arguments: Any) -> None:
+            calls.append(len(all_tensors))
+            otherwise(all_tensors, *arguments)
+
+        return update
+
+    cuda = torch.device("cuda", 0)
+    moments = [torch.zeros(64, device=cuda) for _ in range(4)]
+    if shares_memory:
+        moments = list(torch.zeros(256, device=cuda).split(64))
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    pieces = []
+    for mean, square in (moments[:2], moments[2:]):
+        step = torch.zeros((), device=cuda)
+        state = {"exp_avg": mean, "exp_avg_sq": square, "step": step}
+        tensors = (torch.ones(64, device=cuda), torch.ones(64, device=cuda))
+        pieces.append(ParameterPiece("weight", *tensors, state, group))
+    rule = AdamWRule(compile_function, fused=True, foreach=False)
+    rule.update(pieces, 0.5)
+    assert calls == ([] if shares_memory else [2])
+    for piece in pieces:
+        assert torch.allclose(piece.state["exp_avg"].cpu(), torch.tensor(0.05))

@@ -40,7 +40,7 @@ from shardwright.optim import (
     load_optimizer_values,
     set_learning_rate,
 )
-from shardwright.optim.sharded_optimizer import StateSpec, UpdateUnit
+from shardwright.optim.sharded_optimizer import StateSpec, UpdateByPiece, UpdateUnit
 from tests.unit.optim.test_sharded_optimizer import SingleProcessModel, make_parameters
 
 RULES: dict[str, dict[str, Any]] = {
@@ -115,10 +115,13 @@ class Run:
                 overlap=self.overlap,
             )
 
-    def set_gradient(self, number: int, name: str) -> None:
+    def draw_gradient(self, number: int, name: str) -> Tensor:
         index = list(self.parameters).index(name)
         generator = torch.Generator().manual_seed(100 * number + index)
-        self.parameters[name].grad = torch.randn(self.parameters[name].shape, generator=generator)
+        return torch.randn(self.parameters[name].shape, generator=generator)
+
+    def set_gradient(self, number: int, name: str) -> None:
+        self.parameters[name].grad = self.draw_gradient(number, name)
 
     def step(self, number: int, *, without: str = "") -> None:
         for name, parameter in self.parameters.items():
@@ -180,6 +183,29 @@ def test_a_deferred_update_runs_as_far_as_a_module_needs_it(tmp_path: Path, rule
             assert torch.equal(deferred.parameters[names[-1]], before)
     assert_same(resident, deferred)
     deferred.close()
+
+
+@pytest.mark.parametrize("overlap", ["", "deferred"])
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "muon"])
+def test_gradients_are_multiplied_in_the_update_of_their_bucket(
+    tmp_path: Path, rule: str, overlap: str
+) -> None:
+    resident = Run(rule)
+    offloaded = Run(rule, tmp_path, tier="disk", overlap="" if rule == "muon" else overlap)
+    last = list(offloaded.parameters)[-1]
+    for number in range(NUM_STEPS):
+        for run in (resident, offloaded):
+            assert isinstance(run.optimizer, UpdateByPiece)
+            assert run.optimizer.applies_factor
+            run.optimizer.gradient_factor = 0.37 / (number + 1) if number % 2 else 1.0
+            run.step(number)
+            assert run.optimizer.gradient_factor == 1.0
+        if offloaded.overlap is not None:
+            gradient = offloaded.parameters[last].grad
+            assert gradient is not None
+            assert torch.equal(gradient, offloaded.draw_gradient(number, last))
+    assert_same(resident, offloaded)
+    offloaded.close()
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "sgd with momentum"])

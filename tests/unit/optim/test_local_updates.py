@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardwright.optim import local_updates
+from shardwright.config.training import OptimizerSection
+from shardwright.optim import build_optimizer, local_updates, one_pass_adamw
 from shardwright.optim.sharded_optimizer import ParameterPiece, scale_gradients
+from tests.unit.optim.test_sharded_optimizer import SingleProcessModel
 
 SHAPES = ((7, 5), (6,), (3, 2, 2))
 RULES: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -89,3 +92,30 @@ def test_a_factor_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
     piece = ParameterPiece("weight", gradient, gradient.clone(), {}, {})
     scale_gradients([piece], 0.37)
     assert torch.equal(piece.gradient, expected)
+
+
+def test_numbers_of_one_pass_are_not_computed_without_a_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
+    compute_numbers = one_pass_adamw.compute_numbers
+
+    def count(steps: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+        counts.append(len(steps))
+        return compute_numbers(steps, *arguments, **options)
+
+    monkeypatch.setattr(one_pass_adamw, "compute_numbers", count)
+    monkeypatch.setattr(one_pass_adamw, "_MIN_ELEMENTS", {"cpu": 64})
+    parameter = nn.Parameter(torch.ones(64, 64))
+    optimizer = build_optimizer(
+        [("weight", parameter)],
+        OptimizerSection(name="adamw"),
+        learning_rate=0.01,
+        weight_decay=0.1,
+        model=SingleProcessModel(),
+        compile_function=lambda _name, _function, otherwise, _make_sample: otherwise,
+    )
+    for _ in range(3):
+        parameter.grad = torch.ones(64, 64)
+        optimizer.step()
+    assert counts == [1]
