@@ -8,6 +8,7 @@ from functools import cached_property
 from shardwright.architecture import ModelShape
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.parameter_memory import PersistentMemory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -130,11 +131,14 @@ class Predictor:
         loads = (self.compute_rank_memory(candidate, load) for load in pipeline.distinct_loads)
         return max(loads, key=lambda parts: parts.total)
 
-    def compute_rank_memory(self, candidate: Candidate, load: StageLoad) -> MemoryParts:
-        """Compute the memory of a rank with this load."""
+    def compute_rank_memory(
+        self, candidate: Candidate, load: StageLoad, persistent: PersistentMemory | None = None
+    ) -> MemoryParts:
+        """Compute the memory of a rank with this load. Pass `persistent` if it is already known."""
         if self.cluster.accelerator.kind == "cpu":
             candidate = replace(candidate, has_fused_norms=False, has_wide_products=False)
-        return predict_memory(_get_facts(self.facts, candidate), candidate, load, self.efficiency)
+        facts = _get_facts(self.facts, candidate)
+        return predict_memory(facts, candidate, load, self.efficiency, persistent)
 
     def bound_pass_seconds(
         self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory

@@ -104,11 +104,12 @@ def simulate(
         durations = [slot_times[slot] for slot, *_ in order.steps]
         boundary_times = times.transfer
     else:
-        durations = [times[action] for action in order.actions]
+        rows = list(map(iter, schedule.rows))
+        durations = [times[next(rows[rank])] for _, rank, *_ in order.steps]
         boundary_times = (0.0,) * (schedule.num_stages - 1)
     rank_free = [0.0] * schedule.num_ranks
     channel_free = [0.0] * order.num_channels
-    available = [0.0] * len(order.actions)
+    available = [0.0] * len(order.steps)
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
     for number, (_, rank, source, channel, boundary) in enumerate(order.steps):
@@ -165,15 +166,15 @@ def _list_slot_times(times: ActionTimes) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _ExecutionOrder:
-    """All actions in an order that respects their dependencies, whatever their times.
+    """All actions in an order that respects their dependencies, whatever their times. Those of one
+    rank follow each other as in its row.
 
     `steps` has for each action the slot of its time, its rank, the number of the action on
     another stage that it waits for (-1: none), the channel of its message (-1: none) and the
     boundary that the message crosses.
     """
 
-    actions: tuple[Action, ...]
-    steps: tuple[tuple[int, int, int, int, int], ...]
+    steps: list[tuple[int, int, int, int, int]]
     num_channels: int
 
 
@@ -182,7 +183,6 @@ def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
     rows = schedule.rows
     num_stages = schedule.num_stages
     num_micro_batches = schedule.num_micro_batches
-    actions: list[Action] = []
     steps: list[tuple[int, int, int, int, int]] = []
     # Flat indices over (is it a backward pass, stage, micro-batch): number of the action that
     # computes a tensor, and the rank that waits for it.
@@ -198,8 +198,7 @@ def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
         row = rows[rank]
         rank_links = links[rank]
         for position in range(positions[rank], len(row)):
-            action = row[position]
-            kind, stage, micro_batch = action
+            kind, stage, micro_batch = row[position]
             slot, first_input, first_output, channel, boundary = rank_links[kind, stage]
             prerequisite = -1
             if first_input >= 0:
@@ -213,15 +212,14 @@ def _build_execution_order(schedule: Schedule) -> _ExecutionOrder:
                 action_number[output_index] = len(steps)
                 if waiting_rank[output_index] >= 0:
                     ready.append(waiting_rank[output_index])
-            actions.append(action)
             steps.append((slot, rank, prerequisite, channel, boundary))
         else:
             positions[rank] = len(row)
-    if len(actions) < sum(map(len, rows)):
+    if len(steps) < sum(map(len, rows)):
         raise ScheduleError(
             f"{schedule.name} cannot run to its end; `check` reports why", field="schedule"
         )
-    return _ExecutionOrder(tuple(actions), tuple(steps), len(channels))
+    return _ExecutionOrder(steps, len(channels))
 
 
 def _list_links(

@@ -18,6 +18,7 @@ from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.low_precision import build_scaled_shares
+from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
@@ -501,3 +502,46 @@ def test_a_search_does_not_depend_on_earlier_ones() -> None:
     )
     assert any(each.candidate.layout.pp > 1 for each in first.predictions)
     assert second == first
+
+
+def test_shared_costs_and_memory_are_those_of_each_candidate() -> None:
+    """Expert parallelism changes no costs of dense layers, which the search computes once."""
+    facts = ModelFacts(read_config(models.CONFIGS["qwen3_moe"] | {"mlp_only_layers": [0]}))
+    predictor = Predictor(facts, models.make_cluster(8, per_node=4), SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 8, 16)
+    space = SearchSpace(facts, problem, 4)
+    costs = ChoiceCosts(predictor, problem, space)
+    (dense,) = (kind.slot for kind in facts.kinds if not kind.shape.sparse)
+    dense_passes: dict[tuple[object, ...], list[object]] = {}
+    for degrees in chain.from_iterable(space.list_degrees()):
+        if degrees.micro_batch_size not in (1, 4):
+            continue
+        for execution in space.list_executions(degrees):
+            shared = costs.get_layer_costs(degrees, execution)
+            alone = predictor.compute_layer_costs(space.build_candidate(degrees, execution))
+            assert vars(shared) == vars(alone)
+            key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
+            dense_passes.setdefault(key, []).append(shared.layers[dense])
+            for sharding in space.list_shardings(degrees):
+                candidate = space.build_candidate(degrees, execution, sharding)
+                load = predictor.get_pipeline_stages(candidate).build_rank_load(0)
+                memory = predictor.compute_rank_memory(candidate, load)
+                assert costs.get_memory(candidate, 0) == memory
+    assert any(len(passes) > 1 for passes in dense_passes.values())
+    for passes in dense_passes.values():
+        assert all(each is passes[0] for each in passes)
+
+
+def test_activations_of_dense_layers_do_not_depend_on_expert_parallelism() -> None:
+    facts = ModelFacts(read_config(models.CONFIGS["qwen3_moe"] | {"mlp_only_layers": [0]}))
+    dense, sparse = sorted(facts.kinds, key=lambda kind: kind.shape.sparse)
+    found = []
+    for ep in (1, 2, 4):
+        candidate = Candidate(Layout(dp_shard=4, ep=ep, zero_stage=3), 128)
+        found.append(get_layer_activations(facts, dense, candidate))
+        alone = ModelFacts(facts.shape)
+        assert get_layer_activations(alone, dense, candidate) == found[0]
+        assert get_layer_activations(alone, sparse, candidate) == get_layer_activations(
+            facts, sparse, candidate
+        )
+    assert all(each is found[0] for each in found)

@@ -115,7 +115,7 @@ def get_layer_activations(
         candidate.has_bf16_masters,
         candidate.expert_load,
         candidate.engine,
-        layout.ep,
+        layout.ep if kind.shape.sparse else 1,
         layout.dp_replicate > 1,
         candidate.is_sharded,
         candidate.is_deferring,

@@ -75,21 +75,28 @@ def search_layouts(
             After that, earlier predictions fill the table. `SearchResult.num_proven` is the
             number of proven rows.
     """
+    # Whatever the search alone refers to is freed before the collector would traverse it.
+    with _disable_garbage_collection():
+        return _search(predictor, problem, num_layouts, max_extra_expansions)
+
+
+def _search(
+    predictor: Predictor, problem: PlanningProblem, num_layouts: int, max_extra_expansions: int
+) -> SearchResult:
     space = SearchSpace(predictor.facts, problem, predictor.cluster.domain_size)
     costs = ChoiceCosts(predictor, problem, space)
-    with _disable_garbage_collection():
-        search = _LayoutSearch(costs, predictor.capacity_bytes)
-        search.push_all()
-        result = search.run(num_layouts, max_extra_expansions)
-        if result.best is not None and result.best.is_tight:
-            # A separate search: the fastest of a key may be tight while another micro-batch or
-            # recomputation is not.
-            capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
-            best = search.fork(capacity).run(1, max_extra_expansions).best
-            result.best_with_margin = next(
-                (prediction for prediction in result.predictions if prediction == best), best
-            )
-        return result
+    search = _LayoutSearch(costs, predictor.capacity_bytes)
+    search.push_all()
+    result = search.run(num_layouts, max_extra_expansions)
+    if result.best is not None and result.best.is_tight:
+        # A separate search: the fastest of a key may be tight while another micro-batch or
+        # recomputation is not.
+        capacity = predictor.capacity_bytes / (1 + predictor.uncertainty.memory_margin)
+        best = search.fork(capacity).run(1, max_extra_expansions).best
+        result.best_with_margin = next(
+            (prediction for prediction in result.predictions if prediction == best), best
+        )
+    return result
 
 
 @contextmanager
@@ -376,7 +383,7 @@ class _LayoutSearch:
         if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
             return
         if candidate.layout.pp > 1 and not self._has_capacity_for(
-            self.costs.get_first_rank_bytes(chosen.degrees, candidate, sharding)
+            self.costs.get_memory(candidate, 0).total
         ):
             return
         if candidate.layout.pp > 1 and self._queue:

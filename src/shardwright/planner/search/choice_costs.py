@@ -10,7 +10,6 @@ from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_persistent_memory,
 )
-from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.predictor import Predictor
@@ -31,6 +30,7 @@ from shardwright.planner.search.space import (
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
+    get_choices,
 )
 from shardwright.planner.search.state import (
     DeferredActivations,
@@ -67,7 +67,6 @@ class ChoiceCosts:
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
         self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
-        self._first_rank_bytes: dict[Candidate, float] = {}
         self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
 
     def get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
@@ -150,31 +149,17 @@ class ChoiceCosts:
             return (*key, degrees.pp, degrees.accumulation_steps)
         return key
 
-    def get_first_rank_bytes(
-        self, degrees: Degrees, candidate: Candidate, sharding: ShardingChoice
-    ) -> float:
-        """Return the cached bytes of the first rank of a pipeline, with the persistent ones that
-        other candidates share."""
-        num_bytes = self._first_rank_bytes.get(candidate)
-        if num_bytes is None:
-            load = self.predictor.get_pipeline_stages(candidate).build_rank_load(0)
-            memory = predict_memory(
-                self.facts,
-                candidate,
-                load,
-                self.predictor.efficiency,
-                self.get_persistent_memory(degrees, load, sharding),
-            )
-            num_bytes = self._first_rank_bytes[candidate] = memory.total
-        return num_bytes
-
     def get_memory(self, candidate: Candidate, rank: int) -> MemoryParts:
-        """Return the cached memory of one rank of a candidate's pipeline."""
+        """Return the cached memory of one rank of a candidate's pipeline, with the persistent one
+        that other candidates share."""
         key = (candidate, rank)
         memory = self._memory.get(key)
         if memory is None:
+            degrees, sharding = get_choices(candidate)
             load = self.predictor.get_pipeline_stages(candidate).build_rank_load(rank)
-            memory = self._memory[key] = self.predictor.compute_rank_memory(candidate, load)
+            memory = self._memory[key] = self.predictor.compute_rank_memory(
+                candidate, load, self.get_persistent_memory(degrees, load, sharding)
+            )
         return memory
 
     def find_largest_memory(self, candidate: Candidate, capacity_bytes: float) -> MemoryParts:

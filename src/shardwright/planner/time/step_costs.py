@@ -13,7 +13,7 @@ from shardwright.planner.memory.parameter_memory import has_saved_casts
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 from shardwright.planner.offload_costs import LayerTransfers, compute_transfer_waits
 from shardwright.planner.rates.device_rates import DeviceRates
-from shardwright.planner.time.communication import NetworkModel, build_groups
+from shardwright.planner.time.communication import NetworkModel, StridedGroup, build_groups
 from shardwright.planner.time.compute import (
     LayerSeconds,
     compute_end_seconds,
@@ -70,13 +70,60 @@ class StagePasses(NamedTuple):
         )
 
 
+LayerPasses = tuple[LayerSeconds, LayerTraffic, LayerTraffic]
+"""Compute of a layer, with the host's delay, and its communication forward and backward."""
+
+
 class LayerCompute:
-    """Cached seconds of layers, and of embedding and head, without communication: of candidates
-    that differ in layout, micro-batch and recomputation (not `mixed`) only."""
+    """Cached seconds of layers, and of embedding and head: of candidates that differ in layout,
+    micro-batch and recomputation (not `mixed`) only."""
 
     def __init__(self) -> None:
         self._layers: dict[tuple[object, ...], LayerSeconds] = {}
+        self._passes: dict[tuple[object, ...], LayerPasses] = {}
         self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def get_layer_passes(
+        self,
+        facts: ModelFacts,
+        kind: LayerKind,
+        candidate: Candidate,
+        rates: DeviceRates,
+        network: NetworkModel,
+        groups: dict[str, StridedGroup],
+    ) -> LayerPasses:
+        """Return a layer's compute and communication. Of layers without experts all numbers of
+        expert-parallel ranks share them."""
+        if kind.shape.sparse or candidate.quantised_shares is not None:
+            return self._compute_passes(facts, kind, candidate, rates, network, groups)
+        layout = candidate.layout
+        key = (
+            kind.slot,
+            layout.tp,
+            layout.cp,
+            candidate.micro_batch_size,
+            candidate.recompute,
+            layout.sequence_parallel,
+            layout.cp_method,
+        )
+        passes = self._passes.get(key)
+        if passes is None:
+            passes = self._compute_passes(facts, kind, candidate, rates, network, groups)
+            self._passes[key] = passes
+        return passes
+
+    def _compute_passes(
+        self,
+        facts: ModelFacts,
+        kind: LayerKind,
+        candidate: Candidate,
+        rates: DeviceRates,
+        network: NetworkModel,
+        groups: dict[str, StridedGroup],
+    ) -> LayerPasses:
+        seconds = self.get_layer_seconds(facts, kind, candidate, rates)
+        forward, backward = compute_layer_traffic(facts, kind, candidate, network, groups, seconds)
+        return seconds.apply_host_delay(forward.exposed, backward.exposed), forward, backward
 
     def get_layer_seconds(
         self, facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
@@ -125,19 +172,10 @@ class LayerCosts:
     ) -> None:
         compute = compute or LayerCompute()
         groups = build_groups(candidate.layout)
-        self.layers: list[tuple[LayerSeconds, LayerTraffic, LayerTraffic]] = []
-        for kind in facts.kinds:
-            seconds = compute.get_layer_seconds(facts, kind, candidate, rates)
-            forward_traffic, backward_traffic = compute_layer_traffic(
-                facts, kind, candidate, network, groups, seconds
-            )
-            self.layers.append(
-                (
-                    seconds.apply_host_delay(forward_traffic.exposed, backward_traffic.exposed),
-                    forward_traffic,
-                    backward_traffic,
-                )
-            )
+        self.layers = [
+            compute.get_layer_passes(facts, kind, candidate, rates, network, groups)
+            for kind in facts.kinds
+        ]
         self.embedding_seconds, self.head_seconds = compute.get_end_seconds(facts, candidate, rates)
         self.end_forward_seconds, self.end_backward_seconds = compute_end_traffic(
             facts, candidate, network, groups
