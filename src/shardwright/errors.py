@@ -15,7 +15,7 @@
     ├── RunFailed                   3   the run itself failed
     │   ├── NonFiniteError              too many steps in a row without a finite gradient
     │   ├── SaveFailed                  a checkpoint could not be written; older ones are intact
-    │   ├── OffloadFailed               state could not be moved; the last checkpoint is intact
+    │   ├── OffloadFailed               state could not be moved; saved checkpoints are intact
     │   ├── OutOfMemory                 a rank ran out of memory; states the prediction
     │   └── RankFailed                  a rank died or hung; names it
     ├── Preempted                   4   stopped on request; state is saved

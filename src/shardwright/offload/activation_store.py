@@ -113,7 +113,7 @@ class ScratchStore(ScratchTransfers):
     """Scratch file without a name on a local disk; direct I/O through one buffer per direction."""
 
     _FILE = "offload.activations: the scratch file"
-    _REMEDY = "The last checkpoint is intact: resume from it"
+    _REMEDY = "Saved checkpoints are intact: resume from the last one"
 
     def __init__(
         self, folder: Path, buffer_bytes: int, device: torch.device, *, disk: Disk = LOCAL_DISK

@@ -238,7 +238,7 @@ class DiskStore:
         except OSError as error:
             raise OffloadFailed(
                 f"offload.dir: the scratch file in {self._folder} could not be {verb}: "
-                f"{error.strerror or error}. The last checkpoint is intact: resume from it"
+                f"{error.strerror or error}. Saved checkpoints are intact: resume from the last one"
             ) from error
 
 

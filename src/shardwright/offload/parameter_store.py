@@ -69,7 +69,9 @@ class DiskParameterStore(ScratchTransfers):
     """Bytes of weights and gradients in one scratch file. One thread calls all methods."""
 
     _FILE = "offload.dir: the scratch file of weights"
-    _REMEDY = "Free space or choose another folder; the last checkpoint is intact: resume from it"
+    _REMEDY = (
+        "Free space or choose another folder; saved checkpoints are intact: resume from the last"
+    )
 
     def __init__(
         self, folder: Path, buffer_bytes: int, device: torch.device, *, disk: Disk = LOCAL_DISK

@@ -254,8 +254,8 @@ class DiskWeightStore:
         version = self._versions.get(window.descriptor)
         if version is not None and version != _read_version(window.descriptor):
             raise OffloadFailed(
-                f"offload.parameters: {path} has changed since the run began. The last "
-                "checkpoint is intact: restore the file and resume"
+                f"offload.parameters: {path} has changed since the run began. Saved "
+                "checkpoints are intact: restore the file and resume from the last one"
             )
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class DiskWeightStore:
     def _describe(error: OSError, path: Path, verb: str) -> OffloadFailed:
         return OffloadFailed(
             f"offload.parameters: frozen weights in {path} could not be {verb}: "
-            f"{error.strerror or error}. The last checkpoint is intact: resume from it"
+            f"{error.strerror or error}. Saved checkpoints are intact: resume from the last one"
         )
 
 
