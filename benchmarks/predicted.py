@@ -122,6 +122,7 @@ def build_candidate(case: Case, shape: ModelShape | None = None) -> Candidate:
         is_loss_chunk_auto=True,
         is_read_ahead_auto=True,
         has_masked_kernels=case.device == "cuda",
+        has_fused_functions=case.device == "cuda" and not case.compile,
     )
 
 

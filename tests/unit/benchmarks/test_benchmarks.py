@@ -42,6 +42,7 @@ from shardwright.architecture import read_config
 from shardwright.data.sample_order import SampleOrder
 from shardwright.hardware import ElementwiseRate, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator
+from shardwright.placement.compilation import CompileChoice
 from shardwright.planner.problem import build_template
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.telemetry.event_log import StepEvent
@@ -97,6 +98,24 @@ def test_the_recipe_has_the_settings_of_the_case() -> None:
         "bf16",
         4,
     )
+
+
+@pytest.mark.parametrize(("compiles_blocks", "kind"), [(False, "compiled"), (True, "none")])
+def test_functions_of_the_benchmark_are_compiled_as_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles_blocks: bool, kind: str
+) -> None:
+    from benchmarks.contenders import with_shardwright
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY["tiny"].config))
+    monkeypatch.setattr(
+        with_shardwright,
+        "choose_compilation",
+        lambda _device: CompileChoice(True, "a test says so"),
+    )
+    case = make_case(weights_dir=str(tmp_path), compile=compiles_blocks, sequence_length=16)
+    run = with_shardwright.build_validated_run(build_recipe(case), 1, torch.device("cuda"))
+    assert run.plan.pointwise.kind == kind
+    assert run.plan.has_fused_losses
 
 
 def test_pace_counts_blocks_and_stops_on_command() -> None:
@@ -299,7 +318,10 @@ def test_a_case_is_predicted_with_the_settings_of_its_recipe(
     candidate = build_candidate(case, read_shape(config, case.lora_rank))
     template = build_template(build_recipe(case))
     assert candidate == replace(
-        template, micro_batch_size=case.micro_batch_size, recompute=case.recompute
+        template,
+        micro_batch_size=case.micro_batch_size,
+        recompute=case.recompute,
+        has_fused_functions=not case.compile,  # the recipe's `auto` on this device
     )
 
 

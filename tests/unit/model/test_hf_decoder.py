@@ -25,8 +25,11 @@ from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_module import load_hf_folder
 from shardwright.model.hf.hf_weights import WeightsFolder
+from shardwright.model.pointwise import operators
+from shardwright.model.pointwise.operators import differentiate_token_losses
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
+from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.placement import place_model
 from tests.unit.model.hf_models import HF_CONFIGS
 
@@ -308,3 +311,34 @@ def test_documents_without_supervision_are_omitted_except_one_row() -> None:
     assert whole.gather_from_rows(
         whole.scatter_to_rows(torch.arange(6)[None], 9)[..., None]
     ).flatten().tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("family", ["bloom", "phi"])
+def test_a_compiled_loss_has_the_gradients_of_separate_passes(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def count_calls(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        losses: Tensor = differentiate_token_losses(*arguments)
+        return losses
+
+    monkeypatch.setattr(operators, "choose_compile_options", lambda: {"backend": "eager"})
+    monkeypatch.setattr(operators, "compiled_formulas", {})
+    shape = read_shape(family)
+    ids_BT = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    results = []
+    for fused_losses in (None, count_calls):
+        with torch.device("meta"):
+            decoder = build_decoder(shape, loss_function=ChunkedLoss(5, fused_losses))
+        decoder = decoder.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        loss = decoder(ids_BT, labels_BT=ids_BT)
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in decoder.parameters())])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert len(calls) == (0 if family == "phi" else 5), "a head with a bias takes separate passes"
