@@ -188,17 +188,19 @@ class _TokenPart(NamedTuple):
     counts_E: Tensor
     slots_M: Tensor
     """Index of each choice, sorted by expert. Dropped ones come last."""
+    has_drops: bool
 
 
 def _gather_choices(part: _TokenPart, slots_M: Tensor) -> Tensor:
     """Gather the token of each choice, `[M, D]`."""
-    return gather_rows(part.x_ND, slots_M, part.weights_NK.shape[1])
+    return gather_rows(part.x_ND, slots_M, part.weights_NK.shape[1], has_gaps=part.has_drops)
 
 
 def _sum_choices(part: _TokenPart, slots_M: Tensor, out_MD: Tensor) -> Tensor:
     """Compute the weighted sum of each token's experts, `[N, D]`, from the rows of its choices."""
     num_tokens, copies = part.weights_NK.shape
-    out_NKD = scatter_rows(out_MD, slots_M, num_tokens * copies).unflatten(0, (num_tokens, copies))
+    out_SD = scatter_rows(out_MD, slots_M, num_tokens * copies, has_gaps=part.has_drops)
+    out_NKD = out_SD.unflatten(0, (num_tokens, copies))
     return (part.weights_NK.to(part.x_ND.dtype).unsqueeze(1) @ out_NKD).squeeze(1)
 
 
@@ -300,6 +302,7 @@ class MixtureOfExperts(nn.Module):
                 weights_NK,
                 count_tokens(experts_NK, self.shape.num_experts),
                 experts_NK.flatten().argsort(stable=True),
+                routing.has_drops,
             )
             for tokens_ND, weights_NK, experts_NK in zip(*split, strict=True)
         ]

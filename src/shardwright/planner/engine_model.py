@@ -86,6 +86,8 @@ class SavedTensors(NamedTuple):
     """Copies of queries and keys in the rotary embedding."""
     ring_outputs: float = 1.0
     """Additional outputs of ring attention, saved in head order and in token order."""
+    expert_outputs: float = 1.0
+    """Of the results of experts in the order of experts, besides those in token order."""
 
 
 class BlockBytes(NamedTuple):
@@ -299,7 +301,7 @@ class EngineModel:
 
     def count_saved_tensors(self, adapted_roles: tuple[str, ...] | None) -> SavedTensors:
         """Count the tensors that a block saves. `adapted_roles` have adapters, None without."""
-        return SavedTensors()
+        return SavedTensors(expert_outputs=0.0)
 
     @property
     def should_keep_collectives(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture import ExpertShape, ModelShape, ParameterSpec, read_config
 from shardwright.config.model import MoeSection
@@ -101,6 +102,33 @@ def test_rows_are_gathered_and_scattered_by_slot() -> None:
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots, 2), x)
     assert torch.autograd.gradcheck(lambda y: scatter_rows(y, slots, 10), x)
     assert torch.equal(scatter_rows(x, slots, 10)[slots], x)
+
+
+def test_rows_of_all_slots_move_once_each_way_with_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(12, generator=generator)
+    x = torch.randn(6, 8, generator=generator, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn(12, 8, generator=generator, dtype=torch.bfloat16)
+
+    def move(has_gaps: bool) -> list[Tensor]:
+        rows = gather_rows(x, slots, 2, has_gaps=has_gaps)
+        placed = scatter_rows(rows * 3, slots, 12, has_gaps=has_gaps)
+        return [placed.detach(), *torch.autograd.grad(placed, x, gradient)]
+
+    operations: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, operation: Any, types: Any, arguments: Any = (), options: Any = None
+        ) -> Any:
+            operations.append(operation.name())
+            return operation(*arguments, **(options or {}))
+
+    with Recorder():
+        found = move(has_gaps=False)
+    assert all(map(torch.equal, found, move(has_gaps=True)))
+    assert operations.count("aten::index_select") == 4
+    assert "aten::index_copy" not in operations
 
 
 def test_only_experts_of_the_best_groups_are_chosen() -> None:

@@ -180,7 +180,7 @@ CASES = [
     Case("qwen3_moe", Layout(), sections=FUSED),
     # Kinds that were predicted less exactly before the backward pass was followed by operation.
     Case("llama", Layout(dp_replicate=2), recompute="full", tolerance=0.005),
-    Case("qwen3_moe", Layout(), steps=2, recompute="full", tolerance=0.005),
+    Case("qwen3_moe", Layout(), steps=2, recompute="full", tolerance=0.01),
     Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3), recompute="full", tolerance=0.015),
     Case(
         "llama",

@@ -178,40 +178,61 @@ def _fake_take_first(slots: Tensor, num_slots: Tensor) -> Tensor:
     return slots.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-def gather_rows(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
+def gather_rows(x_ND: Tensor, slots_M: Tensor, copies: int, *, has_gaps: bool = True) -> Tensor:
     """Gather row `slot // copies` for every slot, `[M, D]`.
 
-    Each row of x has `copies` slots; some may be missing. The gradient of a row is the sum over
-    its slots in order, so it is deterministic; that of `index_select` is not on CUDA.
+    Each row of x has `copies` slots; some may be missing if there are gaps. The gradient of a row
+    is the sum over its slots in order, so it is deterministic; that of `index_select` is not on
+    CUDA.
     """
-    rows: Tensor = _RowGather.apply(x_ND, slots_M, copies)
+    rows: Tensor = _RowGather.apply(x_ND, slots_M, copies, has_gaps)
     return rows
 
 
 class _RowGather(torch.autograd.Function):
     @staticmethod
-    def forward(x_ND: Tensor, slots_M: Tensor, copies: int) -> Tensor:
+    def forward(x_ND: Tensor, slots_M: Tensor, copies: int, has_gaps: bool) -> Tensor:
         return x_ND.index_select(0, slots_M // copies)
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        x_ND, slots_M, copies = inputs
+        x_ND, slots_M, copies, has_gaps = inputs
         ctx.save_for_backward(slots_M)
         ctx.num_rows = x_ND.shape[0]
         ctx.copies = copies
+        ctx.has_gaps = has_gaps
 
     @staticmethod
     def backward(ctx, gradient_MD):  # type: ignore[no-untyped-def]
         (slots_M,) = ctx.saved_tensors
-        return (
-            scatter_rows(gradient_MD, slots_M, ctx.num_rows * ctx.copies)
-            .unflatten(0, (-1, ctx.copies))
-            .sum(1),
-            None,
-            None,
-        )
+        num_slots = ctx.num_rows * ctx.copies
+        rows = scatter_rows(gradient_MD, slots_M, num_slots, has_gaps=ctx.has_gaps)
+        return rows.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
-def scatter_rows(y_MD: Tensor, slots_M: Tensor, num_slots: int) -> Tensor:
-    """Scatter row m to slot slots[m], `[num_slots, D]`; other slots are zero."""
-    return y_MD.new_zeros(num_slots, y_MD.shape[1]).index_copy(0, slots_M, y_MD)
+def scatter_rows(y_MD: Tensor, slots_M: Tensor, num_slots: int, *, has_gaps: bool = True) -> Tensor:
+    """Scatter row m to slot slots[m], `[num_slots, D]`; other slots are zero.
+
+    Without gaps every slot has a row, and the rows are gathered in the order of the slots: one read
+    and one write instead of zeros as well. Only the slots are saved; `index_copy` saves the rows.
+    """
+    rows: Tensor = _RowScatter.apply(y_MD, slots_M, num_slots, has_gaps)
+    return rows
+
+
+class _RowScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(y_MD: Tensor, slots_M: Tensor, num_slots: int, has_gaps: bool) -> Tensor:
+        if has_gaps:
+            return y_MD.new_zeros(num_slots, y_MD.shape[1]).index_copy_(0, slots_M, y_MD)
+        indices_M = torch.arange(slots_M.shape[0], dtype=slots_M.dtype, device=slots_M.device)
+        return y_MD.index_select(0, torch.empty_like(slots_M).scatter_(0, slots_M, indices_M))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, gradient_SD):  # type: ignore[no-untyped-def]
+        (slots_M,) = ctx.saved_tensors
+        return gradient_SD.index_select(0, slots_M), None, None, None

@@ -18,7 +18,7 @@ rank.
     gated feed-forward    3 N F c             gate and up (the activation is recomputed), and
                                               their product, the input of the down projection
     ungated feed-forward  2 N F c             before and after the activation
-    experts               k N (3 D + 3 F) c   rows sent to k experts: input, output, reordered;
+    experts               k N (2 D + 3 F) c   rows sent to k experts, and their results reordered;
                           + 8 N E             router
     post norm             S D c               its input
 

@@ -12,13 +12,13 @@ allocated during the operation; `change`: of the live bytes, when it has finishe
     operation       during        change                       freed
     post norm       w             0                            its input
     sum of experts  e             0                            results in token order
-    scatter         e             -e                           results of experts
+    scatter         e             0                            gradients in token order
     down            f             0; experts -e                its input
     gate            3 f           -f                           both projections
     no gate         f             -f                           its input
     up, gate        n, 2 n        n - f, -f - n                gradients; their common input
     experts' up     2 f, e        -2 f                         gradients; rows
-    gather of rows  2 e           n - e                        gradients of rows
+    gather of rows  e + n         n - e                        gradients of rows
     sums of ranks   v             v
     sums of rows    e             -v                           results of experts
     copies of rows  v, n          v - e, n - v                 gradients of copies
@@ -157,11 +157,13 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     live = peak = tensor_bytes.stream
     if tensor_bytes.is_repeated and tensor_bytes.routed:
         # The end of the repeated forward pass: input of the feed-forward, unless rows are sent to
-        # other ranks, and results of experts in the order of the exchange and of the tokens, or
-        # those of adapters, scaled and not. The gradient is gathered before it.
+        # other ranks, and results of experts in the order of experts, before and after the
+        # exchange, or those of adapters, scaled and not. The gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
-        num_results = 3.0 / num_parts if num_parts else 1.0 + tensor_bytes.is_adapted
-        results = tensor_bytes.routed * num_results - tensor_bytes.unpadded
+        results = tensor_bytes.routed * (1.0 + tensor_bytes.is_adapted)
+        if num_parts:
+            returned = tensor_bytes.unpadded or tensor_bytes.routed
+            results = (tensor_bytes.routed + returned) / num_parts
         peak += 2.0 * tensor_bytes.exchanged or results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
         peak -= tensor_bytes.stream if num_parts else 0.0
@@ -332,7 +334,7 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield _Operation(rows, -sent)
     else:
         yield _Operation(ordered + gathered, 0.0)
-        yield _Operation(rows, rows - ordered if block.unpadded else -rows)
+        yield _Operation(rows, rows - ordered)
         if block.num_expert_parts:
             yield exchange
     down = (block.elements.down, block.temporaries.down)
@@ -348,6 +350,6 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     else:
         if block.num_expert_parts:
             yield exchange
-        yield _Operation(2.0 * ordered, block.gathered - rows)
+        yield _Operation(ordered + block.gathered, block.gathered - rows)
     # The router's input is freed; it is at least as large as the dense input of a product.
     yield _Operation(block.gathered, -block.gathered)

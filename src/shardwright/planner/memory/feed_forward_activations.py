@@ -20,24 +20,25 @@ def compute_feed_forward_bytes(
     tp = candidate.layout.tp
     experts = shape.experts if kind.shape.sparse else None
     gated = shape.is_gated or experts is not None
-    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles).gated if gated else 2.0
+    numbers = candidate.engine.count_saved_tensors(candidate.adapted_roles)
+    tensors = numbers.gated if gated else 2.0
     num_projections = 2.0 if gated else 1.0
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
-    # Rows that the experts of the busiest rank process. They are saved as inputs, as outputs, and,
-    # unless the experts' rank sums them, in token order. With padding, outputs are not saved.
+    # Rows that the experts of the busiest rank process. They are saved as inputs, and as outputs in
+    # token order, or, if the experts' rank sums them, in the order of experts.
     rows = candidate.count_sent_rows(experts.experts_per_token)
     wide = rows * experts.intermediate_size / tp * size
     dispatched = rows * shape.hidden_size * size
     shared = tokens * experts.shared_intermediate_size / tp * size
     router = tokens * experts.num_experts * 4
-    ordered = dispatched
+    outputs = (1.0 + numbers.expert_outputs) * dispatched
     if candidate.has_rows_per_rank:
-        ordered = candidate.count_index_bytes(experts)
+        outputs = dispatched + candidate.count_index_bytes(experts)
     elif candidate.has_padding:
-        ordered = tokens * experts.experts_per_token * shape.hidden_size * size - dispatched
-    saved = tensors * (wide + shared) + 2 * dispatched + ordered + 2 * router
+        outputs = tokens * experts.experts_per_token * shape.hidden_size * size
+    saved = tensors * (wide + shared) + dispatched + outputs + 2 * router
     return (
         saved,
         num_projections * (wide + shared) + dispatched,

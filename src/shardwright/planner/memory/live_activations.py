@@ -323,15 +323,16 @@ def _list_backward_moments(
 def should_count_gathers(candidate: Candidate) -> bool:
     """Return True if each of the last backward passes is counted with the groups that are gathered
     then. Otherwise the last one is counted with a group gathered ahead, which it does not have;
-    that is nearer to rehearsals of pipelines, experts of other ranks, adapters and offloading."""
+    that is nearer to rehearsals of pipelines, adapters, padded rows of experts, and offloading
+    without experts of other ranks."""
     layout = candidate.layout
     is_offloaded = candidate.parameter_offload != "none" or candidate.activation_offload != "none"
     return (
         candidate.engine.has_ordered_frees
         and layout.zero_stage == 3
-        and layout.pp == layout.ep == 1
+        and layout.pp == 1
         and candidate.adapter is None
-        and not is_offloaded
+        and not (candidate.has_padding if layout.ep > 1 else is_offloaded)
     )
 
 
