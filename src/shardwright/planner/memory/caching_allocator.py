@@ -10,14 +10,15 @@ from collections import deque
 from itertools import count
 from math import ceil, inf
 
-_MIB = 1 << 20
+from shardwright.units import MIB_BYTES
+
 _ROUNDING_BYTES = 512
-_SMALL_BYTES = _MIB
+_SMALL_BYTES = MIB_BYTES
 """Smaller tensors have a pool of their own. A rest of a block that is not larger is not split."""
-_SMALL_SEGMENT_BYTES = 20 * _MIB
-_MIN_OWN_SEGMENT_BYTES = 10 * _MIB
+_SMALL_SEGMENT_BYTES = 20 * MIB_BYTES
+_MIN_OWN_SEGMENT_BYTES = 10 * MIB_BYTES
 """A request of this size or more has a segment of its own, others share one."""
-_SEGMENT_ROUNDING_BYTES = 2 * _MIB
+_SEGMENT_ROUNDING_BYTES = 2 * MIB_BYTES
 
 
 class MemoryBlock:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwright.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
-from shardwright.units import GIB_BYTES
+from shardwright.units import GIB_BYTES, MIB_BYTES
 
 QUEUE_LENGTH = 1024
 """Launches that a CUDA stream queues."""
@@ -26,7 +26,7 @@ _NUM_STEPS = 3
 activations."""
 _OTHER_BYTES = 0.15 * GIB_BYTES
 """Workspaces of cuBLAS (32 MiB for each thread and stream), and small tensors."""
-_BUCKET_BYTES = 25 << 20
+_BUCKET_BYTES = 25 * MIB_BYTES
 """DDP's `bucket_cap_mb`."""
 _TWO_BYTES = 2
 

@@ -94,36 +94,26 @@ class LayerCompute:
     ) -> LayerPasses:
         """Return a layer's compute and communication. Of layers without experts all numbers of
         expert-parallel ranks share them."""
-        if kind.shape.sparse or candidate.quantised_shares is not None:
-            return self._compute_passes(facts, kind, candidate, rates, network, groups)
         layout = candidate.layout
-        key = (
-            kind.slot,
-            layout.tp,
-            layout.cp,
-            candidate.micro_batch_size,
-            candidate.recompute,
-            layout.sequence_parallel,
-            layout.cp_method,
-        )
-        passes = self._passes.get(key)
-        if passes is None:
-            passes = self._compute_passes(facts, kind, candidate, rates, network, groups)
-            self._passes[key] = passes
-        return passes
-
-    def _compute_passes(
-        self,
-        facts: ModelFacts,
-        kind: LayerKind,
-        candidate: Candidate,
-        rates: DeviceRates,
-        network: NetworkModel,
-        groups: dict[str, StridedGroup],
-    ) -> LayerPasses:
+        key = None
+        if not kind.shape.sparse and candidate.quantised_shares is None:
+            key = (
+                kind.slot,
+                layout.tp,
+                layout.cp,
+                candidate.micro_batch_size,
+                candidate.recompute,
+                layout.sequence_parallel,
+                layout.cp_method,
+            )
+            if key in self._passes:
+                return self._passes[key]
         seconds = self.get_layer_seconds(facts, kind, candidate, rates)
         forward, backward = compute_layer_traffic(facts, kind, candidate, network, groups, seconds)
-        return seconds.apply_host_delay(forward.exposed, backward.exposed), forward, backward
+        passes = (seconds.apply_host_delay(forward.exposed, backward.exposed), forward, backward)
+        if key is not None:
+            self._passes[key] = passes
+        return passes
 
     def get_layer_seconds(
         self, facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
