@@ -152,9 +152,11 @@ def _saves_traffic(pieces: Sequence[ParameterPiece], gradient_factor: float | De
     """
     if pieces[0].local.is_cpu or any(piece.copy is not None for piece in pieces):
         return True
+    if gradient_factor == 1.0:
+        return False
     moments = [get_local_tensor(piece.state["exp_avg"]) for piece in pieces if piece.local.numel()]
     storages = {moment.untyped_storage().data_ptr() for moment in moments}
-    return gradient_factor != 1.0 and len(storages) == len(moments)
+    return len(storages) == len(moments)
 
 
 def _collect_by_group(
