@@ -2,10 +2,11 @@
 
     python -m benchmarks.data_rows --data sft/ --out docs/benchmarks/data_rows.json
 
-For every file the rates that the planner needs are measured. For every packing, layout and
-assignment of rows, the first steps of the run are measured, each several times; of a step the
-fastest repetition on the slowest rank counts, as for the rates. Both predictions are compared: that
-with the rows of the data, and that with full rows.
+For every packing, layout and assignment of rows of a file, the first steps of the run are
+measured, each several times; of a step the fastest repetition on the slowest rank counts. The rates
+that the planner needs are measured before all of a file's steps and after them, and the faster ones
+count, or the mean of times that are means. Both predictions are compared: that with the rows of the
+data, and that with full rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.conditions import format_rows, read_conditions
-from benchmarks.predicted import build_cpu_cluster, measure_profile
+from benchmarks.predicted import build_cpu_cluster, combine_profiles, measure_profile
 from shardwright.architecture import ModelShape
 from shardwright.config.recipe_loading import parse_layout, validate_recipe
 from shardwright.data.loader import read_step_micro_batches
@@ -93,13 +95,17 @@ def main() -> None:
                 document["data"]["assignment"] = assignment
                 row = {"file": source.stem, "packing": packing, "layout": layout}
                 cases.append((row | {"assignment": assignment}, document))
-            found = measure_profile(
-                [run for _, document in cases for run in list_rate_runs(document)],
-                Layout(dp_replicate=2),
-            )
-            assert found is not None, "the rates could not be measured"
-            for row, document in cases:
-                rows.append(row | measure_case(document, pool, found))
+            before = measure_rates([document for _, document in cases])
+            seconds = [measure_steps(document, pool) for _, document in cases]
+            after = measure_rates([document for _, document in cases])
+            combined = combine_profiles(before, after)
+            for (row, document), step_seconds in zip(cases, seconds, strict=True):
+                earlier = predict_case(document, before)["rows_tokens_per_second"]
+                row |= predict_case(document, combined)
+                row["measured_tokens_per_second"] = (
+                    row["tokens_per_step"] * NUM_STEPS / step_seconds
+                )
+                rows.append(row | {"rows_tokens_per_second_with_rates_before": earlier})
                 print(describe(rows[-1]), flush=True)
                 content = {"conditions": read_conditions(), "rows": rows}
                 options.out.write_text(format_rows(content) + "\n", encoding="utf-8")
@@ -108,13 +114,19 @@ def main() -> None:
 def describe(row: dict[str, Any]) -> str:
     """Return one line about a case."""
     measured = row["measured_tokens_per_second"]
-    rows_error, full_error = (
-        f"{row[f'{kind}_tokens_per_second'] / measured - 1:+.0%}" for kind in ("rows", "full")
+    rows_error, full_error, before_error = (
+        f"{row[key] / measured - 1:+.1%}"
+        for key in (
+            "rows_tokens_per_second",
+            "full_tokens_per_second",
+            "rows_tokens_per_second_with_rates_before",
+        )
     )
     return (
         f"{row['file']:14} {row['packing']:10} {row['layout']:14} {row['assignment']:6} "
         f"measured {measured:7.0f} tok/s, "
-        f"predicted with the rows {rows_error}, with full rows {full_error}"
+        f"predicted with the rows {rows_error} ({before_error} with the rates before), "
+        f"with full rows {full_error}"
     )
 
 
@@ -156,14 +168,26 @@ def build_recipe(records: Path, packing: str, sequence_length: int, folder: Path
     }
 
 
-def measure_case(
-    document: dict[str, Any], pool: RankPool, profile: MeasuredProfile
-) -> dict[str, Any]:
-    """Measure the steps of a case, and predict it with measured rates."""
+def measure_steps(document: dict[str, Any], pool: RankPool) -> float:
+    """Measure the seconds of all steps of a case."""
+    return sum(max(ranks) for ranks in zip(*pool.run(2, time_steps, document), strict=True))
+
+
+def measure_rates(documents: Sequence[dict[str, Any]]) -> MeasuredProfile:
+    """Measure the rates for rows of several lengths that the predictions of cases need."""
+    found = measure_profile(
+        [run for document in documents for run in list_rate_runs(document)],
+        Layout(dp_replicate=2),
+    )
+    assert found is not None, "the rates could not be measured"
+    return found
+
+
+def predict_case(document: dict[str, Any], profile: MeasuredProfile) -> dict[str, Any]:
+    """Predict the tokens per second of a case with measured rates."""
     run = validate_run(validate_recipe(document), 2)
     candidate = build_plan_candidate(run.recipe, run.plan)
     batch_size = run.plan.batch.global_batch_size
-    seconds = sum(max(ranks) for ranks in zip(*pool.run(2, time_steps, document), strict=True))
     rows = read_training_rows(run.recipe, run.shape, run.data, batch_size)
     rows = replace(rows, documents=rows.documents[: NUM_STEPS * batch_size])
     cluster = build_cpu_cluster(2, profile)
@@ -174,7 +198,6 @@ def measure_case(
     assert real.step_tokens is not None
     return {
         "tokens_per_step": real.step_tokens,
-        "measured_tokens_per_second": real.step_tokens * NUM_STEPS / seconds,
         "rows_tokens_per_second": real.tokens_per_second,
         "full_tokens_per_second": full.tokens_per_second,
         "imbalance_share": real.time.imbalance / real.time.step,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.case import Case, read_model_config
@@ -20,6 +21,7 @@ from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
+from shardwright.hardware.measured_profile import Rate
 from shardwright.layout import Layout
 from shardwright.planner import Candidate, Predictor
 from shardwright.planner.memory_settings import predict_run
@@ -76,6 +78,46 @@ def measure_profile(
         ]
         print(f"no prediction: {error}; {'; '.join(failed)}", file=sys.stderr)
         return None
+
+
+def combine_profiles(first: MeasuredProfile, second: MeasuredProfile) -> MeasuredProfile:
+    """Combine two measurements of the same rates on one machine: the faster of each rate, and the
+    mean of times that are means themselves.
+
+    Other work on the machine, and neighbours of a virtual one, slow a measurement and never speed
+    one up.
+    """
+    fields: dict[str, Any] = {}
+    for name in ("matmuls", "collectives", "attention", "elementwise"):
+        rates = zip(getattr(first, name), getattr(second, name), strict=True)
+        fields[name] = tuple(_combine_rates(one, other) for one, other in rates)
+    handoffs = [each.handoff_seconds for each in (first, second)]
+    fields["handoff_seconds"] = _average(handoffs)
+    fields["memory_bytes_per_second"] = max(
+        first.memory_bytes_per_second, second.memory_bytes_per_second
+    )
+    return replace(first, **fields)
+
+
+def _combine_rates(one: Rate, other: Rate) -> Rate:
+    """Combine two measurements of one rate; their shapes must be equal."""
+    combined: dict[str, Any] = {}
+    for name, value in asdict(one).items():
+        found = getattr(other, name)
+        if name == "step_seconds":
+            combined[name] = _average([value, found])
+        elif name.endswith("_per_second"):
+            combined[name] = max(value, found)
+        elif name.endswith("seconds"):
+            combined[name] = None if None in (value, found) else min(value, found)
+        else:
+            assert value == found, (one, other)
+    return replace(one, **combined)
+
+
+def _average(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def build_cpu_cluster(world_size: int, profile: MeasuredProfile | None) -> Cluster:

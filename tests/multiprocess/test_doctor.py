@@ -266,6 +266,10 @@ def test_two_ranks_are_examined_by_command_and_calibrated(tmp_path: Path) -> Non
     }
     measured = load_profile(profile)
     assert {rate.num_ranks for rate in measured.collectives} == {2}
+    assert all(
+        (rate.step_seconds is None) == (rate.kind in ("broadcast", "send"))
+        for rate in measured.collectives
+    )
     assert {rate.precision for rate in measured.matmuls} == {"fp32", "bf16"}
     rows = {rate.row_tokens for rate in measured.attention}
     assert rows == {128, 512, 2048} or (rows < {128, 512, 2048} and "attention" in limited)

@@ -21,6 +21,7 @@ from shardwright.doctor.rates import (
     scaled_rates,
     scratch_disk,
 )
+from shardwright.doctor.rates.computation import build_computation
 from shardwright.doctor.rendezvous import MAX_CLOCKS_SECONDS
 from shardwright.doctor.stage_watchdog import BROKEN_KEY
 from shardwright.errors import InputError, RankFailed
@@ -264,6 +265,10 @@ def _time_collectives(context: ExaminationContext) -> None:
     if context.request.messages:
         seconds += context.request.budget_seconds * BUDGET_SHARES["messages"]
     budget = TimeBudget(seconds, context.compute_maximum)
+    is_on_cpu = context.device.type == "cpu"
+    compute = (
+        build_computation(context.device) if context.request.elementwise and is_on_cpu else None
+    )
     for groups in collective_bandwidth.list_axis_groups(context.request.layout):
         group, ranks = _find_group(context, groups)
         for kind in collective_bandwidth.COLLECTIVE_KINDS:
@@ -276,7 +281,7 @@ def _time_collectives(context: ExaminationContext) -> None:
                 collective_bandwidth.round_message_bytes(size, groups.size)
                 for size in (*_MESSAGE_BYTES[context.device.type], *extra)
             }
-            _time_sizes(context, budget, groups.name, kind, sorted(sizes), group, ranks)
+            _time_sizes(context, budget, groups.name, kind, sorted(sizes), group, ranks, compute)
 
 
 def _time_sizes(
@@ -287,19 +292,21 @@ def _time_sizes(
     sizes: Sequence[int],
     group: dist.ProcessGroup,
     ranks: tuple[int, ...],
+    compute: Callable[[], None] | None,
 ) -> None:
     """Measure one collective with growing messages; each time predicts the next."""
     byte_seconds = 0.0
     for size in sizes:
         call_seconds = context.compute_maximum(size * byte_seconds)
         is_short = call_seconds <= _MAX_MESSAGE_SECONDS
-        if not budget.can_afford(_ROUNDS_SECONDS + 2 * call_seconds) or not is_short:
+        seconds = _ROUNDS_SECONDS * (1 if compute is None else 2) + 2 * call_seconds
+        if not budget.can_afford(seconds) or not is_short:
             context.record_omission(
                 "messages", f"{kind} of {format_bytes(size)} over {axis}", call_seconds
             )
             continue
         group_time = collective_bandwidth.time_collective(
-            kind, axis, group, ranks, size, context.device
+            kind, axis, group, ranks, size, context.device, compute
         )
         context.report.collective_times.append(group_time)
         byte_seconds = group_time.seconds / size

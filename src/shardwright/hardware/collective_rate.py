@@ -24,6 +24,9 @@ class CollectiveRate:
     processor_seconds: float | None = None
     """Seconds in which a CPU rank's processor works for it: copies, sums, the network's protocol.
     It waits for the link in the others. None if unknown."""
+    step_seconds: float | None = None
+    """Mean seconds of a call between two computations, as in a step: ranks wait for the last one,
+    threads wake up, and buffers have left the caches. None if unknown, as on a GPU."""
 
     @property
     def bus_bytes_per_second(self) -> float:

@@ -9,7 +9,7 @@ The module imports no torch. The file is one JSON object:
     memory_bytes_per_second   bytes read plus written per second by a large copy on the device
     matmuls          [{precision, m, n, k, flops_per_second}]    products [m, k] x [k, n]
     collectives      [{kind, num_ranks, ranks_per_node, message_bytes, seconds,
-                     processor_seconds}]    the last one is null on a GPU; optional
+                     processor_seconds, step_seconds}]    the last two are null on a GPU; optional
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
                      backward_flops_per_second}]    fused kernel over causal rows; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
@@ -184,6 +184,19 @@ class MeasuredProfile:
                 (rate.message_bytes, rate.processor_seconds)
                 for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
                 if rate.processor_seconds is not None
+            ],
+            message_bytes,
+        )
+
+    def find_step_seconds(
+        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
+    ) -> float | None:
+        """Return the interpolated seconds of a collective between two computations."""
+        return interpolate_seconds(
+            [
+                (rate.message_bytes, rate.step_seconds)
+                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
+                if rate.step_seconds is not None
             ],
             message_bytes,
         )

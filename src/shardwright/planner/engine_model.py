@@ -20,7 +20,7 @@ from shardwright.planner.memory.backward_peak import BlockTensorBytes, compute_p
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.operation_passes import (
-    FEW_PASSES,
+    OWN_PASSES,
     SEPARATE_ADAPTER_PASSES,
     AdapterPasses,
     ElementwisePasses,
@@ -121,7 +121,7 @@ class EngineModel:
     @property
     def elementwise_passes(self) -> ElementwisePasses:
         """Reads and writes of norms and rotary embeddings that are not compiled."""
-        return FEW_PASSES
+        return OWN_PASSES
 
     @property
     def has_ordered_frees(self) -> bool:

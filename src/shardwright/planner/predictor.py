@@ -17,7 +17,11 @@ from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
-from shardwright.planner.time.pipeline_simulation import SimulationHistory, simulate_pipeline
+from shardwright.planner.time.pipeline_simulation import (
+    SimulationHistory,
+    StageSeconds,
+    simulate_pipeline,
+)
 from shardwright.planner.time.step_costs import LayerCompute, LayerCosts, StepCosts
 from shardwright.planner.time.step_time import Simulation, compute_stage_seconds, predict_time
 from shardwright.planner.uncertainty import load_error_spreads
@@ -166,14 +170,14 @@ class Predictor:
         pipeline = self.get_pipeline_stages(candidate)
         return predict_time(costs, pipeline, simulations.compute_bound).step
 
-    def compute_pass_seconds(self, candidate: Candidate) -> float:
-        """Compute the seconds of one micro-batch through all stages, with the communication of
-        tp, cp and ep, but not that between stages and data ranks."""
-        pipeline = self.get_pipeline_stages(candidate)
+    def compute_stage_seconds(
+        self, candidate: Candidate, pipeline: PipelineStages
+    ) -> tuple[list[StageSeconds], float]:
+        """Compute the seconds of one micro-batch on each kind of stage, with the communication of
+        tp, cp and ep, and of a send to the next stage."""
         facts = _get_facts(self.facts, candidate)
         costs = StepCosts(facts, candidate, self.get_rates(candidate.precision), self.network)
-        kinds, _ = compute_stage_seconds(costs, pipeline)
-        return sum(kinds[kind].total for kind in pipeline.partition.kind_of_stage)
+        return compute_stage_seconds(costs, pipeline)
 
     def predict(
         self,
@@ -181,10 +185,11 @@ class Predictor:
         memory: MemoryParts | None = None,
         layer_costs: LayerCosts | None = None,
         simulation: Simulation = simulate_pipeline,
+        pipeline: PipelineStages | None = None,
     ) -> Prediction:
-        """Predict memory and time. Pass `compute_memory` and `compute_layer_costs` if they are
-        already known."""
-        pipeline = self.get_pipeline_stages(candidate)
+        """Predict memory and time. Pass `compute_memory`, `compute_layer_costs` and
+        `get_pipeline_stages` if they are already known."""
+        pipeline = pipeline or self.get_pipeline_stages(candidate)
         rates = self.get_rates(candidate.precision)
         facts = _get_facts(self.facts, candidate)
         costs = StepCosts(facts, candidate, rates, self.network, layer_costs)

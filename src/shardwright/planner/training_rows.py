@@ -3,13 +3,13 @@
 The rows of several steps are assigned to data ranks and micro-batches as in the run. Every
 micro-batch is predicted with its own length and documents. The passes of a step are combined by
 when ranks wait for each other: after each micro-batch if parameters or gradients are exchanged
-then, otherwise at the end of the step. In a pipeline the longest micro-batch sets the time to
-fill it (the makespan of jobs whose times are proportional on all machines).
+then, otherwise at the end of the step. A pipeline's schedule is simulated with the seconds of each
+micro-batch on each stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -30,9 +30,11 @@ from shardwright.planner.context_loads import (
     count_context_work,
     has_uneven_contexts,
 )
-from shardwright.planner.prediction import Prediction
+from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.result import SearchResult, recommend
+from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_micro_batches
 from shardwright.plans import compute_row_multiple
 from shardwright.units import format_seconds
 
@@ -40,6 +42,11 @@ MAX_STEPS = 16
 """Largest number of steps that are predicted one by one."""
 _MAX_MICRO_BATCHES = 512
 """Largest number of micro-batches among them, of all ranks together."""
+
+_PASSES = ("compute", "tensor", "context", "expert", "offload")
+"""Parts of a step's time in which a rank computes its micro-batches."""
+_StageSeconds = tuple[Sequence[StageSeconds], float]
+"""Seconds of a micro-batch on each kind of stage, and of a send to the next stage."""
 
 
 class MicroBatchRows(NamedTuple):
@@ -166,38 +173,38 @@ def predict_rows(
         raise ValueError(f"{len(rows.documents)} rows are fewer than one step needs")
     steps = [rows.list_micro_batches(candidate, step) for step in range(num_steps)]
     micro_batches = [each for step in steps for by_rank in step for each in by_rank]
-    seconds_of = {
-        each: predictor.compute_pass_seconds(_resize(candidate, each))
+    pipeline = predictor.get_pipeline_stages(candidate)
+    stages_of = {
+        each: predictor.compute_stage_seconds(_resize(candidate, each), pipeline)
         for each in set(micro_batches)
     }
+    seconds_of = {each: _sum_stages(pipeline, stages) for each, stages in stages_of.items()}
     waiting_of = {
-        each: _compute_waiting_seconds(predictor, candidate, each) if each.documents else seconds
-        for each, seconds in seconds_of.items()
+        each: predictor.compute_stage_seconds(_slow_attention(predictor, candidate, each), pipeline)
+        if each.documents
+        else stages
+        for each, stages in stages_of.items()
     }
     mean_seconds: float = fmean(seconds_of[each] for each in micro_batches)
-    # A step of equal micro-batches has the traffic, the bubble and the update of the mean one.
+    # A step of equal micro-batches has the traffic and the update of the mean one.
     mean = min(set(micro_batches), key=lambda each: abs(seconds_of[each] - mean_seconds))
-    even = predictor.predict(_resize(candidate, mean))
-    scale = mean_seconds / seconds_of[mean]
-    passes = fmean(
-        _combine_passes(candidate, [[waiting_of[each] for each in by_rank] for by_rank in step])
-        for step in steps
-    )
-    even_passes = _combine_passes(
-        candidate,
-        [[mean_seconds] * candidate.layout.data_ranks] * candidate.gradient_accumulation_steps,
-    )
-    time = even.time
-    time = replace(
-        time,
-        **{
-            name: getattr(time, name) * scale
-            for name in ("compute", "tensor", "context", "expert", "bubble", "offload", "reference")
-        },
-        imbalance=passes - even_passes,
-    )
-    tokens = candidate.global_batch_size * fmean(each.row_tokens for each in micro_batches)
     full = predictor.predict(candidate)
+    time = predictor.predict(_resize(candidate, mean), full.memory, pipeline=pipeline).time
+    scale = mean_seconds / seconds_of[mean]
+    time = replace(
+        time, **{name: getattr(time, name) * scale for name in (*_PASSES, "bubble", "reference")}
+    )
+    if candidate.layout.pp > 1:
+        time = _simulate_passes(time, pipeline, steps, waiting_of)
+    else:
+        waits = {each: _sum_stages(pipeline, stages) for each, stages in waiting_of.items()}
+        passes = fmean(
+            _combine_passes(candidate, [[waits[each] for each in by_rank] for by_rank in step])
+            for step in steps
+        )
+        even_passes = mean_seconds * candidate.gradient_accumulation_steps
+        time = replace(time, imbalance=passes - even_passes)
+    tokens = candidate.global_batch_size * fmean(each.row_tokens for each in micro_batches)
     flops = fmean(
         each.row_tokens
         * predictor.facts.compute_flops_per_token(
@@ -214,15 +221,17 @@ def predict_rows(
     )
 
 
-def _compute_waiting_seconds(
-    predictor: Predictor, candidate: Candidate, rows: MicroBatchRows
-) -> float:
-    """Compute the seconds of a micro-batch whose context ranks wait, in every layer, for the one
+def _sum_stages(pipeline: PipelineStages, stages: _StageSeconds) -> float:
+    """Sum the seconds of a micro-batch over all stages."""
+    seconds, _ = stages
+    return sum(seconds[kind].total for kind in pipeline.partition.kind_of_stage)
+
+
+def _slow_attention(predictor: Predictor, candidate: Candidate, rows: MicroBatchRows) -> Candidate:
+    """Return the candidate with a micro-batch whose context ranks wait, in every layer, for the one
     with the most attention work."""
     works = count_context_work(predictor.facts, candidate, rows.documents)
-    return predictor.compute_pass_seconds(
-        replace(_resize(candidate, rows), attention_loads=compute_attention_loads(works))
-    )
+    return replace(_resize(candidate, rows), attention_loads=compute_attention_loads(works))
 
 
 class ContextSplit(NamedTuple):
@@ -286,16 +295,41 @@ def _resize(candidate: Candidate, rows: MicroBatchRows) -> Candidate:
     return replace(candidate, sequence_length=rows.row_tokens, document_tokens=rows.document_tokens)
 
 
+def _simulate_passes(
+    time: TimeParts,
+    pipeline: PipelineStages,
+    steps: Sequence[Sequence[Sequence[MicroBatchRows]]],
+    seconds_of: Mapping[MicroBatchRows, _StageSeconds],
+) -> TimeParts:
+    """Return the time with the bubble of a pipeline's steps, and the waits of its data ranks.
+
+    Args:
+        time: a step of equal micro-batches.
+        steps: micro-batches of each step, by accumulation step and data rank.
+    """
+    ends = [
+        [
+            simulate_micro_batches(pipeline, [seconds_of[each] for each in of_rank])
+            for of_rank in zip(*step, strict=True)
+        ]
+        for step in steps
+    ]
+    mean_end = fmean(end for by_rank in ends for end in by_rank)
+    passes = sum(getattr(time, name) for name in _PASSES)
+    return replace(
+        time,
+        bubble=max(0.0, mean_end - passes - time.pipeline),
+        imbalance=fmean(map(max, ends)) - mean_end,
+    )
+
+
 def _combine_passes(candidate: Candidate, seconds: Sequence[Sequence[float]]) -> float:
-    """Return the seconds until the passes of a step end on all ranks.
+    """Return the seconds until the passes of a step end on all ranks, without a pipeline.
 
     Args:
         seconds: of each micro-batch through the whole model, by accumulation step and rank.
     """
-    pp = candidate.layout.pp
     by_rank: list[tuple[float, ...]] = list(zip(*seconds, strict=True))
-    if pp > 1:
-        return max(sum(times) / pp + (pp - 1) / pp * max(times) for times in by_rank)
     if waits_after_each_micro_batch(candidate.layout):
         return sum(max(times) for times in seconds)
     return max(sum(times) for times in by_rank)

@@ -81,13 +81,13 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    times: ActionTimes | Mapping[Action, float],
+    times: ActionTimes | Sequence[ActionTimes] | Mapping[Action, float],
 ) -> Timeline:
     """Compute the start and end of every action.
 
     Args:
-        times: per stage and kind; or one measured number for each action, with no time of
-            transfers.
+        times: per stage and kind, of all micro-batches or of each one; or one measured number for
+            each action, with no time of transfers.
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
@@ -98,21 +98,13 @@ def simulate(
     (33.0, 0.7273, True)
     """
     order = _build_execution_order(schedule)
-    boundary_times: Sequence[float]
-    if isinstance(times, ActionTimes):
-        slot_times = _list_slot_times(times)
-        durations = [slot_times[slot] for slot, *_ in order.steps]
-        boundary_times = times.transfer
-    else:
-        rows = list(map(iter, schedule.rows))
-        durations = [times[next(rows[rank])] for _, rank, *_ in order.steps]
-        boundary_times = (0.0,) * (schedule.num_stages - 1)
+    durations, transfers = _list_step_times(schedule, order, times)
     rank_free = [0.0] * schedule.num_ranks
     channel_free = [0.0] * order.num_channels
     available = [0.0] * len(order.steps)
     starts: list[list[float]] = [[] for _ in schedule.rows]
     ends: list[list[float]] = [[] for _ in schedule.rows]
-    for number, (_, rank, source, channel, boundary) in enumerate(order.steps):
+    for number, (_, rank, source, channel, _) in enumerate(order.steps):
         start = rank_free[rank]
         if source >= 0 and available[source] > start:
             start = available[source]
@@ -121,7 +113,7 @@ def simulate(
         ends[rank].append(end)
         if channel >= 0:
             begin = channel_free[channel]
-            channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
+            channel_free[channel] = end = (end if end > begin else begin) + transfers[number]
         available[number] = end
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
@@ -149,6 +141,31 @@ def simulate_step_seconds(schedule: Schedule, times: ActionTimes) -> float:
             channel_free[channel] = end = (end if end > begin else begin) + boundary_times[boundary]
         available.append(end)
     return max(rank_free)
+
+
+def _list_step_times(
+    schedule: Schedule,
+    order: _ExecutionOrder,
+    times: ActionTimes | Sequence[ActionTimes] | Mapping[Action, float],
+) -> tuple[list[float], list[float]]:
+    """List the seconds of each step of the order, and of the message that it sends."""
+    rows = list(map(iter, schedule.rows))
+    actions = [next(rows[rank]) for _, rank, *_ in order.steps]
+    if isinstance(times, Mapping):
+        return [times[action] for action in actions], [0.0] * len(actions)
+    if isinstance(times, ActionTimes):
+        times = (times,) * schedule.num_micro_batches
+    slot_times = list(map(_list_slot_times, times))
+    return (
+        [
+            slot_times[action.micro_batch][slot]
+            for action, (slot, *_) in zip(actions, order.steps, strict=True)
+        ],
+        [
+            times[action.micro_batch].transfer[boundary] if channel >= 0 else 0.0
+            for action, (*_, channel, boundary) in zip(actions, order.steps, strict=True)
+        ],
+    )
 
 
 _SLOT_OF_KIND: dict[ActionKind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}

@@ -37,6 +37,8 @@ PROFILE = MeasuredProfile(
         CollectiveRate("send", 2, 1, 1_000, 1e-2, 1e-3),
         CollectiveRate("send", 2, 1, 900_000, 1e-2, 1e-3),
         CollectiveRate("send", 2, 1, 1_000_000, 2e-2, 3e-3),
+        CollectiveRate("all_gather", 2, 2, 1_000, 1e-4, 1e-4, 3e-4),
+        CollectiveRate("all_gather", 2, 2, 3_000, 1e-4, 1e-4, 5e-4),
     ),
     software={"torch": "2.13"},
     attention=(
@@ -73,6 +75,11 @@ def test_matmul_rates_are_the_nearest_and_collective_times_are_interpolated() ->
 def test_processor_seconds_of_collectives_are_interpolated_where_they_were_measured() -> None:
     assert PROFILE.find_processor_seconds("send", 2, 1, 950_000) == pytest.approx(2e-3)
     assert PROFILE.find_processor_seconds("all_reduce", 8, 8, 1_000) is None
+
+
+def test_collectives_between_computations_are_interpolated_where_they_were_measured() -> None:
+    assert PROFILE.find_step_seconds("all_gather", 2, 2, 2_000) == pytest.approx(4e-4)
+    assert PROFILE.find_step_seconds("send", 2, 1, 1_000) is None
 
 
 def test_elementwise_rates_are_those_of_the_nearest_size() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.hardware import Accelerator, Cluster, Link
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.predictor import Predictor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
@@ -82,3 +84,10 @@ def make_cluster(
     fast = Link("fast", "nvlink", 1e10, 1e-6)
     slow = Link("slow", "infiniband", 1e9, 5e-6)
     return Cluster(device, per_node, num_gpus // per_node, fast, slow)
+
+
+def compute_pass_seconds(predictor: Predictor, candidate: Candidate) -> float:
+    """Return the seconds of a micro-batch through all stages."""
+    pipeline = predictor.get_pipeline_stages(candidate)
+    seconds, _ = predictor.compute_stage_seconds(candidate, pipeline)
+    return sum(seconds[kind].total for kind in pipeline.partition.kind_of_stage)

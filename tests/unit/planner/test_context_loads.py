@@ -134,9 +134,9 @@ def test_rows_are_predicted_with_the_busiest_context_rank() -> None:
                 count_context_work(predictor.facts, zigzag, each.documents)
             )
             resized = replace(zigzag, document_tokens=each.document_tokens)
-            expected += predictor.compute_pass_seconds(
-                replace(resized, attention_loads=loads)
-            ) - predictor.compute_pass_seconds(resized)
+            expected += models.compute_pass_seconds(
+                predictor, replace(resized, attention_loads=loads)
+            ) - models.compute_pass_seconds(predictor, resized)
     assert predicted["zigzag"].time.imbalance == pytest.approx(
         expected / rows.count_steps(zigzag), rel=1e-9
     )
@@ -148,10 +148,12 @@ def test_attention_takes_as_much_longer_as_the_busiest_rank_has_more_work() -> N
     explicit = Candidate(RING, LENGTH, 2, flash_attention=False)
     for candidate in (Candidate(RING, LENGTH, 2), explicit):
         seconds = [
-            predictor.compute_pass_seconds(replace(candidate, attention_loads=((None, load),)))
+            models.compute_pass_seconds(
+                predictor, replace(candidate, attention_loads=((None, load),))
+            )
             for load in (1.0, 2.0, 3.0)
         ]
-        plain = predictor.compute_pass_seconds(candidate)
+        plain = models.compute_pass_seconds(predictor, candidate)
         assert seconds[0] == plain
         assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0], rel=0.3)
         assert seconds[1] > plain

@@ -18,7 +18,10 @@ from shardwright.planner.published.conventions import FrameworkConventions
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
-from shardwright.planner.time.memory_traffic import count_weight_traffic_bytes
+from shardwright.planner.time.memory_traffic import (
+    count_sequence_copy_bytes,
+    count_weight_traffic_bytes,
+)
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_stages
 from shardwright.planner.time.update_time import count_update_bytes
@@ -113,10 +116,16 @@ def test_measured_rates_have_precedence() -> None:
     assert DeviceRates(cluster, IDEAL, "bf16").time_copy(5e10) == 1.0
 
 
-def make_linked_cluster(processor_seconds: float | None) -> Cluster:
+def make_linked_cluster(
+    processor_seconds: float | None,
+    step_seconds: float | None = None,
+    handoff_seconds: float = 0.0,
+) -> Cluster:
     """Return four CPU-like ranks on which a sum of 1 MiB takes 0.5 s."""
-    rate = CollectiveRate("all_reduce", 4, 4, MIB, 0.5, processor_seconds)
-    profile = MeasuredProfile("x", None, "2026", 2**30, 5e10, (), (rate,))
+    rate = CollectiveRate("all_reduce", 4, 4, MIB, 0.5, processor_seconds, step_seconds)
+    profile = MeasuredProfile(
+        "x", None, "2026", 2**30, 5e10, (), (rate,), handoff_seconds=handoff_seconds
+    )
     return replace(models.make_cluster(4), profile=profile)
 
 
@@ -127,6 +136,47 @@ def test_a_step_slows_the_processors_part_of_a_collective_not_the_links() -> Non
         network = NetworkModel(make_linked_cluster(processor_seconds), slow)
         assert network.time_all_reduce(group, MIB) == pytest.approx(seconds)
         assert network.get_idle_share("all_reduce", group, MIB) == pytest.approx(idle_share)
+
+
+def test_a_collective_measured_between_computations_counts_as_it_is() -> None:
+    group = StridedGroup(4, 1)
+    slow = replace(IDEAL, step_share=0.5)
+    for processor_seconds, idle_seconds in ((None, 0.0), (0.1, 0.4)):
+        network = NetworkModel(
+            make_linked_cluster(processor_seconds, 0.8, handoff_seconds=0.25), slow
+        )
+        assert network.time_all_reduce(group, MIB) == pytest.approx(0.8)
+        assert network.get_idle_share("all_reduce", group, MIB) == pytest.approx(idle_seconds / 0.8)
+        # Kinds without such a measurement cost their own time and the handoff.
+        assert network.time_send(group, 1) > 0.25
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch_size", "num_copies"),
+    [
+        (Layout(tp=2), 2, 1),
+        (Layout(tp=2), 1, 0),
+        (Layout(tp=2, sequence_parallel=False), 2, 0),
+        (Layout(tp=2, async_tensor_parallel="chunked"), 2, 0),
+        (Layout(), 2, 0),
+    ],
+)
+def test_rows_of_several_sequences_are_copied_around_collectives(
+    layout: Layout, micro_batch_size: int, num_copies: int
+) -> None:
+    """Four collectives of a layer and direction: each copy reads and writes all rows in bf16."""
+    facts = ModelFacts(models.read_shape("llama"))
+    candidate = Candidate(layout, 64, micro_batch_size)
+    other = replace(candidate, engine=FrameworkConventions())
+    copied = num_copies * 4 * 2 * 64 * micro_batch_size * facts.shape.hidden_size * 2
+    assert count_sequence_copy_bytes(facts, candidate) == copied
+    assert count_sequence_copy_bytes(facts, other) == 0
+    rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
+    own, others = (
+        compute_layer_seconds(facts, facts.kinds[0], each, rates) for each in (candidate, other)
+    )
+    assert own.forward - others.forward == pytest.approx(rates.time_copy(copied))
+    assert own.backward - others.backward == pytest.approx(rates.time_copy(copied))
 
 
 def test_gradients_are_reduced_beside_the_backward_pass_while_the_processor_is_idle() -> None:

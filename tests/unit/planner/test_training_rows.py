@@ -73,7 +73,8 @@ def test_ranks_wait_for_each_other_where_they_exchange_something() -> None:
         predict_rows(predictor, Candidate(layout, LENGTH, 1, 2), rows) for layout in (DDP, ZERO_3)
     )
     long, short = (
-        predictor.compute_pass_seconds(Candidate(ZERO_3, length, 1, 2)) for length in (512, 64)
+        models.compute_pass_seconds(predictor, Candidate(ZERO_3, length, 1, 2))
+        for length in (512, 64)
     )
     assert replicated.time.imbalance == pytest.approx(0.0, abs=1e-12)
     assert sharded.time.imbalance == pytest.approx(2 * long - (long + short))
@@ -81,16 +82,50 @@ def test_ranks_wait_for_each_other_where_they_exchange_something() -> None:
     assert uneven.time.imbalance > 0.9 * sharded.time.imbalance
 
 
-def test_a_pipeline_fills_with_its_longest_micro_batch() -> None:
+def test_a_pipeline_is_simulated_with_each_micro_batch() -> None:
+    """The formula of 1F1B with two stages and two micro-batches, for both orders."""
     predictor = build_predictor()
-    candidate = Candidate(Layout(pp=2), LENGTH, 1, 4)
-    real = predict_rows(predictor, candidate, build_rows(512, 64, 64, 64))
-    long, short = (
-        predictor.compute_pass_seconds(replace(candidate, sequence_length=length))
-        for length in (512, 64)
+    candidate = Candidate(Layout(pp=2), LENGTH, 1, 2)
+    pipeline = predictor.get_pipeline_stages(candidate)
+    full = predictor.predict(candidate).time
+    rest = full.step - full.compute - full.bubble - full.pipeline
+    found = []
+    for lengths in ((512, 64), (64, 512)):
+        real = predict_rows(predictor, candidate, build_rows(*lengths)).time
+        (a, b), (sa, sb) = zip(
+            *(
+                predictor.compute_stage_seconds(
+                    replace(candidate, sequence_length=length), pipeline
+                )
+                for length in lengths
+            ),
+            strict=True,
+        )
+        sent_a = a[0].forward + sa
+        sent_b = max(a[0].forward + b[0].forward, sent_a) + sb
+        back_a = sent_a + a[1].total
+        back_b = max(back_a, sent_b) + b[1].total
+        end_a = max(a[0].forward + b[0].forward, back_a + sa) + a[0].backward
+        end = max(end_a, back_b + sb) + b[0].backward
+        assert real.compute + real.bubble + real.pipeline == pytest.approx(end)
+        assert real.imbalance == 0.0
+        assert real.step - end == pytest.approx(rest)
+        found.append(end)
+    assert found[0] != pytest.approx(found[1], rel=0.01)
+
+
+def test_data_ranks_wait_for_the_slowest_pipeline() -> None:
+    predictor = build_predictor(4)
+    candidate = Candidate(Layout(dp_replicate=2, pp=2), LENGTH, 1, 2)
+    alone = Candidate(Layout(pp=2), LENGTH, 1, 2)
+    rows = build_rows(512, 64, 512, 64)
+    real = predict_rows(predictor, candidate, rows).time
+    slow, fast = (
+        predict_rows(predictor, alone, build_rows(length, length)).time for length in (512, 64)
     )
-    mean = (long + 3 * short) / 4
-    assert real.time.imbalance == pytest.approx((long - mean) / 2)
+    slow_end, fast_end = (each.compute + each.bubble + each.pipeline for each in (slow, fast))
+    assert real.imbalance == pytest.approx((slow_end - fast_end) / 2, rel=1e-6)
+    assert real.compute + real.bubble + real.pipeline == pytest.approx((slow_end + fast_end) / 2)
 
 
 def test_rows_are_assigned_as_the_loader_does() -> None:

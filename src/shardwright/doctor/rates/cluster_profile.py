@@ -6,7 +6,7 @@ The examination reduces or omits problems that take too long
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,8 @@ from shardwright.hardware import (
 from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.version import __version__
+
+_COLLECTIVE_FIELDS = tuple(each.name for each in fields(CollectiveRate))
 
 
 def build_request(
@@ -123,12 +125,12 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         elementwise_key = (rate["precision"], rate["tokens"], rate["width"])
         elementwise.setdefault(elementwise_key, []).append(rate_pair)
     handoffs = [rate["seconds"] for rate in rates.get("handoffs", ())]
-    collectives: dict[tuple[CollectiveKind, int, int, int], tuple[float, float | None]] = {}
+    collectives: dict[tuple[CollectiveKind, int, int, int], CollectiveRate] = {}
     for rate in rates["collectives"]:
-        key = (rate["kind"], rate["num_ranks"], rate["ranks_per_node"], rate["message_bytes"])
-        slowest = collectives.get(key)
-        if slowest is None or rate["seconds"] > slowest[0]:
-            collectives[key] = (rate["seconds"], rate.get("processor_seconds"))
+        found = CollectiveRate(**{name: rate[name] for name in _COLLECTIVE_FIELDS if name in rate})
+        key = (found.kind, found.num_ranks, found.ranks_per_node, found.message_bytes)
+        if key not in collectives or found.seconds > collectives[key].seconds:
+            collectives[key] = found
     return MeasuredProfile(
         accelerator=diagnosis.device_name or diagnosis.device_kind,
         catalog_name=find_catalog_name(diagnosis.device_kind, diagnosis.device_name),
@@ -138,7 +140,7 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         matmuls=tuple(
             MatmulRate(*shape, median(shape_rates)) for shape, shape_rates in products.items()
         ),
-        collectives=tuple(CollectiveRate(*key, *times) for key, times in collectives.items()),
+        collectives=tuple(collectives.values()),
         attention=tuple(
             AttentionRate(*key, *map(median, zip(*pairs, strict=True)))
             for key, pairs in attention.items()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import get_args
 
 import torch
@@ -26,6 +27,7 @@ from shardwright.doctor.finding import (
     grade_share,
 )
 from shardwright.doctor.outliers import LINK_THRESHOLDS, find_outliers
+from shardwright.doctor.rates.computation import WORK_SECONDS
 from shardwright.errors import InputError
 from shardwright.hardware import CollectiveRate, Link
 from shardwright.hardware.catalog_loading import find_link, find_node
@@ -40,6 +42,11 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _ITEM_BYTES = 4
 _NUM_ROUNDS = 4
 _ROUNDS_SECONDS = 0.1
+_NUM_STEP_GROUPS = 5
+_MAX_STEP_CALLS = 16
+_STEP_SECONDS = 0.5
+_STEP_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""Kinds that all ranks of a group call at once between computations of a step."""
 _PEAK_SHARE_THRESHOLDS: dict[str, tuple[float, float]] = {
     "all_reduce": (0.6, 0.3),
     "all_gather": (0.6, 0.3),
@@ -83,6 +90,8 @@ class GroupTime:
     seconds: float
     processor_seconds: float | None = None
     """Seconds in which this CPU rank's processor works for it. None on a GPU."""
+    step_seconds: float | None = None
+    """Mean seconds between two computations. None if not measured."""
 
 
 def list_axis_groups(layout: Layout) -> list[AxisGroups]:
@@ -117,13 +126,16 @@ def time_collective(
     ranks: Sequence[int],
     message_bytes: int,
     device: torch.device,
+    compute: Callable[[], None] | None = None,
 ) -> GroupTime:
     """Measure one collective on this rank; every member calls this with the same arguments.
 
     The best of `_NUM_ROUNDS` rounds counts, which take about `_ROUNDS_SECONDS` together. A
-    collective that takes this long by itself is called twice: warmup, timed.
+    collective that takes this long by itself is called twice: warmup, timed. With `compute` it is
+    also measured between two computations.
     """
-    work = _prepare_collective(kind, group, ranks, message_bytes, device)
+    problem = (kind, group, ranks, message_bytes, device)
+    work = _prepare_collective(*problem)
 
     def time_round(calls: int) -> tuple[float, float]:
         """Return the wall-clock and the processor seconds of some calls on this rank."""
@@ -138,18 +150,46 @@ def time_collective(
 
     def build_time(call_seconds: float, processor_seconds: float) -> GroupTime:
         busy = min(processor_seconds, call_seconds) if device.type == "cpu" else None
-        return GroupTime(axis, tuple(ranks), kind, message_bytes, call_seconds, busy)
+        step_seconds = None
+        if compute is not None and kind in _STEP_KINDS:
+            step_seconds = largest
+            if largest < _ROUNDS_SECONDS:
+                in_step = _prepare_collective(*problem, has_new_results=True)
+                step_seconds = _time_between_computations(in_step, compute, largest)
+        return GroupTime(axis, tuple(ranks), kind, message_bytes, call_seconds, busy, step_seconds)
 
     time_round(1)
     one_seconds, one_processor_seconds = time_round(1)
     first = torch.tensor([one_seconds], dtype=torch.float64, device=device)
     # All members must make the same number of calls.
     dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
-    if float(first) >= _ROUNDS_SECONDS:
-        return build_time(float(first), one_processor_seconds)
-    calls = min(200, max(1, int(_ROUNDS_SECONDS / _NUM_ROUNDS / max(float(first), 1e-6))))
+    largest = float(first)
+    if largest >= _ROUNDS_SECONDS:
+        return build_time(largest, one_processor_seconds)
+    calls = min(200, max(1, int(_ROUNDS_SECONDS / _NUM_ROUNDS / max(largest, 1e-6))))
     best, processor_seconds = min(time_round(calls) for _ in range(_NUM_ROUNDS))
     return build_time(best / calls, processor_seconds / calls)
+
+
+def _time_between_computations(
+    work: Callable[[], object], compute: Callable[[], None], call_seconds: float
+) -> float:
+    """Return the mean seconds of a call between two computations, in the median of some groups of
+    calls, which the rare pauses of a machine do not change.
+
+    Args:
+        call_seconds: of one call, equal on all members.
+    """
+
+    def time_call() -> float:
+        compute()
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    limit = _STEP_SECONDS / (_NUM_STEP_GROUPS * (WORK_SECONDS + call_seconds))
+    calls = min(_MAX_STEP_CALLS, max(1, int(limit)))
+    return median(fmean(time_call() for _ in range(calls)) for _ in range(_NUM_STEP_GROUPS))
 
 
 def _synchronise_group(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -166,21 +206,25 @@ def _prepare_collective(
     ranks: Sequence[int],
     message_bytes: int,
     device: torch.device,
+    *,
+    has_new_results: bool = False,
 ) -> Callable[[], object]:
-    """Allocate the buffers of a collective and return the function of one call."""
+    """Allocate the buffers of a collective and return the function of one call. With
+    `has_new_results` each call allocates its result, as layers do."""
     size = len(ranks)
     member = list(ranks).index(dist.get_rank())
     whole = torch.ones(message_bytes // _ITEM_BYTES, dtype=torch.float32, device=device)
     part = torch.ones(max(1, whole.numel() // size), dtype=torch.float32, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
+    renew = torch.empty_like if has_new_results else _get_same
     if kind == "all_gather":
-        return lambda: all_gather_single(whole, part, group=group)
+        return lambda: all_gather_single(renew(whole), part, group=group)
     if kind == "reduce_scatter":
-        return lambda: reduce_scatter_single(part, whole, group=group)
+        return lambda: reduce_scatter_single(renew(part), whole, group=group)
     if kind == "all_to_all":
         output = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(output, whole, group=group)
+        return lambda: dist.all_to_all_single(renew(output), whole, group=group)
     if kind == "broadcast":
         return lambda: dist.broadcast(whole, src=ranks[0], group=group)
     # Even members send to the next one, which replies with one element: the sender times both.
@@ -191,6 +235,10 @@ def _prepare_collective(
     return lambda: send_or_receive(
         whole, answer, ranks[peer], is_sender=member % 2 == 0, group=group
     )
+
+
+def _get_same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def send_or_receive(
@@ -222,17 +270,18 @@ def merge_group_times(times: Mapping[int, Sequence[GroupTime]]) -> list[GroupTim
         GroupTime(
             *key,
             max(measured.seconds for measured in by_rank),
-            max(
-                (
-                    measured.processor_seconds
-                    for measured in by_rank
-                    if measured.processor_seconds is not None
-                ),
-                default=None,
-            ),
+            max(_list_known(measured.processor_seconds for measured in by_rank), default=None),
+            # Each member's time has its own waits for the others, so none is the slowest.
+            fmean(step_seconds)
+            if (step_seconds := _list_known(measured.step_seconds for measured in by_rank))
+            else None,
         )
         for key, by_rank in merged.items()
     ]
+
+
+def _list_known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def build_collective_rate(group_time: GroupTime, ranks_per_node: int) -> CollectiveRate:
@@ -244,6 +293,7 @@ def build_collective_rate(group_time: GroupTime, ranks_per_node: int) -> Collect
         group_time.message_bytes,
         group_time.seconds,
         group_time.processor_seconds,
+        group_time.step_seconds,
     )
 
 

@@ -6,11 +6,13 @@ Legend: N tokens, D width of the tensors; x is the residual stream, g and u the 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import mean, median
 
 import torch
 import torch.distributed as dist
 
+from shardwright.doctor.rates.computation import WORK_SECONDS, build_computation
 from shardwright.doctor.rates.device_rates import DTYPES, measure_best_seconds
 from shardwright.hardware import ElementwiseRate
 from shardwright.model.mlp import apply_gate
@@ -28,8 +30,6 @@ _NUM_ROUNDS = 20
 _HANDOFF_SECONDS = 5.0
 """Time limit of all rounds of a handoff together; slow messages get fewer rounds."""
 _NUM_MESSAGE_ELEMENTS = 2**16
-_WORK_SECONDS = 5e-3
-"""Computation between two collectives: about one layer of a small model."""
 
 
 def time_elementwise(
@@ -81,19 +81,12 @@ def time_handoff(device: torch.device) -> float:
     round is the base. A step pays the mean of its collectives, so the rounds form groups of as many
     as a step has. The median group counts, which the rare pauses of a machine do not change.
     """
-    side = 256 if device.type == "cpu" else 4096
-    a = torch.randn(side, side, device=device)
-    b = torch.randn(side, side, device=device)
+    compute = build_computation(device)
     message = torch.ones(_NUM_MESSAGE_ELEMENTS, device=device)
-    times = torch.tensor(
-        _WORK_SECONDS / measure_best_seconds(lambda: a @ b, device, seconds=0.05), device=device
-    )
-    dist.all_reduce(times)  # all ranks do the same amount of work
-    products = max(1, round(float(times) / dist.get_world_size()))
 
-    def time_collective(num_products: int) -> float:
-        for _ in range(num_products):
-            torch.mm(a, b)
+    def time_collective(compute: Callable[[], None] | None = None) -> float:
+        if compute is not None:
+            compute()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -103,11 +96,11 @@ def time_handoff(device: torch.device) -> float:
         return time.perf_counter() - start
 
     dist.barrier()
-    alone = min(time_collective(0) for _ in range(_NUM_ROUNDS_ALONE))
+    alone = min(time_collective() for _ in range(_NUM_ROUNDS_ALONE))
     # All ranks make the same number of rounds.
-    round_seconds = torch.tensor(alone + _WORK_SECONDS, device=device)
+    round_seconds = torch.tensor(alone + WORK_SECONDS, device=device)
     dist.all_reduce(round_seconds, op=dist.ReduceOp.MAX)
     limit = _HANDOFF_SECONDS / (_NUM_GROUPS * float(round_seconds))
     rounds = int(min(_NUM_ROUNDS, max(1, limit)))
-    groups = [mean(time_collective(products) for _ in range(rounds)) for _ in range(_NUM_GROUPS)]
+    groups = [mean(time_collective(compute) for _ in range(rounds)) for _ in range(_NUM_GROUPS)]
     return max(0.0, median(groups) - alone)

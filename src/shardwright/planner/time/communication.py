@@ -133,13 +133,31 @@ class NetworkModel:
         key = (kind, group, num_bytes)
         times = self._cache.get(key)
         if times is None:
-            seconds, idle_seconds = self._compute_times(kind, group, num_bytes)
-            slowdown = self._get_slowdown(group)
-            times = self._cache[key] = (
-                seconds * slowdown + self.handoff_seconds,
-                idle_seconds * slowdown,
-            )
+            times = self._find_step_times(kind, group, num_bytes)
+            if times is None:
+                seconds, idle_seconds = self._compute_times(kind, group, num_bytes)
+                slowdown = self._get_slowdown(group)
+                times = (seconds * slowdown + self.handoff_seconds, idle_seconds * slowdown)
+            self._cache[key] = times
         return times
+
+    def _find_step_times(
+        self, kind: CollectiveKind, group: StridedGroup, num_bytes: float
+    ) -> tuple[float, float] | None:
+        """Return the times that were measured between two computations, if they were."""
+        profile = self.cluster.profile
+        if profile is None:
+            return None
+        local = self.cluster.count_ranks_per_domain(group.num_ranks, group.stride)
+        message = (kind, group.num_ranks, local, num_bytes)
+        in_step = profile.find_step_seconds(*message)
+        if in_step is None:
+            return None
+        alone = profile.find_collective_seconds(*message)
+        processor = profile.find_processor_seconds(*message)
+        if alone is None or processor is None:
+            return in_step, 0.0
+        return in_step, min(in_step, max(0.0, alone - processor))
 
     def _get_slowdown(self, group: StridedGroup) -> float:
         """Return the measured slowdown of the slowest link of a group."""

@@ -27,6 +27,7 @@ from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
     count_repeated_quantisation_bytes,
     count_separate_bytes,
+    count_sequence_copy_bytes,
     count_weight_quantisation_bytes,
     get_elementwise_passes,
     list_matmuls,
@@ -87,18 +88,16 @@ def compute_layer_seconds(
     attention_forward, attention_backward = _time_attention_passes(facts, kind, candidate, rates)
     moved_share = _get_moved_share(candidate, rates)
     elementwise_forward, elementwise_backward = _time_elementwise(facts, kind, candidate, rates)
-    quantised_forward, quantised_backward = (
-        count_quantisation_bytes(facts, kind, candidate) if rates.is_low_precision else (0.0, 0.0)
-    )
+    copies_forward, copies_backward = _time_copies(facts, kind, candidate, rates)
     forward = products.forward
-    forward += attention_forward + elementwise_forward + rates.time_copy(quantised_forward)
+    forward += attention_forward + elementwise_forward + copies_forward
     backward = (
         products.input_gradients
         + products.weight_gradients
         + attention_backward
         + elementwise_backward
+        + copies_backward
     )
-    backward += rates.time_copy(quantised_backward)
     if kind.shape.sparse and efficiency.routing_seconds:
         routing = efficiency.routing_seconds * count_dispatched_rows(facts, candidate)
         forward += routing / 2
@@ -178,6 +177,18 @@ def _time_elementwise(
         rates.time_elementwise(forward, *shape, is_backward=False),
         rates.time_elementwise(backward, *shape, is_backward=True),
     )
+
+
+def _time_copies(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
+) -> tuple[float, float]:
+    """Return the seconds, forward and backward, in which a layer quantises operands and puts the
+    rows of several sequences in order around collectives."""
+    copied = count_sequence_copy_bytes(facts, candidate)
+    quantised = 0.0, 0.0
+    if rates.is_low_precision:
+        quantised = count_quantisation_bytes(facts, kind, candidate)
+    return rates.time_copy(quantised[0] + copied), rates.time_copy(quantised[1] + copied)
 
 
 def _time_expert_launches(

@@ -91,6 +91,18 @@ def count_elementwise_bytes(
     return forward * size, backward * size
 
 
+def count_sequence_copy_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Count the bytes that the four collectives of a layer read and write in one direction to put
+    the ranks' parts of several sequences in order, under sequence parallelism."""
+    layout = candidate.layout
+    is_in_order = candidate.micro_batch_size == 1 or layout.async_tensor_parallel != "none"
+    if layout.tp == 1 or not layout.sequence_parallel or is_in_order:
+        return 0.0
+    num_copies = 4 * candidate.engine.elementwise_passes.sequence_copies
+    row_bytes = facts.shape.hidden_size * candidate.activation_bytes
+    return num_copies * 2 * candidate.micro_batch_tokens * row_bytes
+
+
 def get_elementwise_passes(facts: ModelFacts, candidate: Candidate) -> ElementwisePasses:
     """Return the passes of a candidate's norms and rotary embeddings."""
     if candidate.compile or facts.shape.norm == "layer":

@@ -32,9 +32,14 @@ class ElementwisePasses(NamedTuple):
     norm_backward: int = 4
     rotary_forward: int = 3
     rotary_backward: int = 3
+    sequence_copies: int = 0
+    """Copies of all rows at each collective of sequence parallelism, which put the ranks' parts of
+    several sequences in order."""
     is_exact: bool = False
     """True if every operation is counted, so that a trainer's fusion can only move fewer bytes."""
 
 
 FEW_PASSES = ElementwisePasses()
 """Norms of one operation, and rotary embeddings that read, rotate and write once."""
+OWN_PASSES = ElementwisePasses(sequence_copies=1)
+"""The same in this engine, whose rows are `[sequences, positions, width]`."""

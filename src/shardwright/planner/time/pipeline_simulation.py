@@ -13,7 +13,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwright.planner.time.pipeline import PipelineStages
-from shardwright.schedule import ActionTimes, Schedule, load_schedule, simulate_step_seconds
+from shardwright.schedule import (
+    ActionTimes,
+    Schedule,
+    load_schedule,
+    simulate,
+    simulate_step_seconds,
+)
 
 _SINGLE_STAGE_ROUNDS = (2, 3)
 _VIRTUAL_STAGE_ROUNDS = (4, 6)
@@ -61,6 +67,24 @@ def simulate_stages(
     return _simulate_schedule(*schedule, tuple(seconds), send_seconds)
 
 
+def simulate_micro_batches(
+    pipeline: PipelineStages, micro_batches: Sequence[tuple[Sequence[StageSeconds], float]]
+) -> float:
+    """Return the same for micro-batches that differ: of each, the arguments `seconds` and
+    `send_seconds` of `simulate_pipeline`. Simulates all of them, and extrapolates nothing."""
+    schedule = _load_schedule(
+        pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages
+    )
+    kind_of_stage = pipeline.partition.kind_of_stage
+    return simulate(
+        schedule,
+        [
+            _build_action_times([seconds[kind] for kind in kind_of_stage], send_seconds)
+            for seconds, send_seconds in micro_batches
+        ],
+    ).step_seconds
+
+
 @lru_cache(maxsize=4096)
 def _simulate_schedule(
     name: str,
@@ -72,12 +96,7 @@ def _simulate_schedule(
 ) -> float:
     """Simulate a schedule. Cached, because layouts that differ only in ZeRO often have the same
     times."""
-    times = ActionTimes(
-        tuple(stage.forward for stage in seconds),
-        tuple(stage.backward - stage.weight_gradient for stage in seconds),
-        tuple(stage.weight_gradient for stage in seconds),
-        (send_seconds,) * (len(seconds) - 1),
-    )
+    times = _build_action_times(seconds, send_seconds)
     return _extrapolate(
         lambda micro_batches: simulate_step_seconds(
             _load_schedule(name, num_ranks, micro_batches, virtual_stages), times
@@ -85,6 +104,15 @@ def _simulate_schedule(
         num_ranks,
         num_micro_batches,
         has_one_stage_per_rank=len(seconds) == num_ranks,
+    )
+
+
+def _build_action_times(seconds: Sequence[StageSeconds], send_seconds: float) -> ActionTimes:
+    return ActionTimes(
+        tuple(stage.forward for stage in seconds),
+        tuple(stage.backward - stage.weight_gradient for stage in seconds),
+        tuple(stage.weight_gradient for stage in seconds),
+        (send_seconds,) * (len(seconds) - 1),
     )
 
 
