@@ -19,7 +19,7 @@ from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.compute import compute_end_seconds, compute_layer_seconds
 from shardwright.planner.time.memory_traffic import (
-    count_sequence_copy_bytes,
+    count_collective_copy_bytes,
     count_weight_traffic_bytes,
 )
 from shardwright.planner.time.pipeline import get_pipeline
@@ -152,31 +152,32 @@ def test_a_collective_measured_between_computations_counts_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "micro_batch_size", "num_copies"),
+    ("layout", "micro_batch_size", "num_forward", "num_backward"),
     [
-        (Layout(tp=2), 2, 1),
-        (Layout(tp=2), 1, 0),
-        (Layout(tp=2, sequence_parallel=False), 2, 0),
-        (Layout(tp=2, async_tensor_parallel="chunked"), 2, 0),
-        (Layout(), 2, 0),
+        (Layout(tp=2), 2, 4, 4),
+        (Layout(tp=2), 1, 0, 0),
+        (Layout(tp=2, sequence_parallel=False), 2, 0, 2),
+        (Layout(tp=2, async_tensor_parallel="chunked"), 2, 0, 0),
+        (Layout(), 2, 0, 0),
     ],
 )
-def test_rows_of_several_sequences_are_copied_around_collectives(
-    layout: Layout, micro_batch_size: int, num_copies: int
+def test_what_collectives_copy_is_read_and_written(
+    layout: Layout, micro_batch_size: int, num_forward: int, num_backward: int
 ) -> None:
-    """Four collectives of a layer and direction: each copy reads and writes all rows in bf16."""
+    """Each copy reads and writes all rows in bf16."""
     facts = ModelFacts(models.read_shape("llama"))
     candidate = Candidate(layout, 64, micro_batch_size)
     other = replace(candidate, engine=FrameworkConventions())
-    copied = num_copies * 4 * 2 * 64 * micro_batch_size * facts.shape.hidden_size * 2
-    assert count_sequence_copy_bytes(facts, candidate) == copied
-    assert count_sequence_copy_bytes(facts, other) == 0
+    size = 2 * 64 * micro_batch_size * facts.shape.hidden_size * 2
+    copied = count_collective_copy_bytes(facts, candidate)
+    assert copied == (num_forward * size, num_backward * size)
+    assert count_collective_copy_bytes(facts, other) == (0, 0)
     rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
     own, others = (
         compute_layer_seconds(facts, facts.kinds[0], each, rates) for each in (candidate, other)
     )
-    assert own.forward - others.forward == pytest.approx(rates.time_copy(copied))
-    assert own.backward - others.backward == pytest.approx(rates.time_copy(copied))
+    assert own.forward - others.forward == pytest.approx(rates.time_copy(copied[0]))
+    assert own.backward - others.backward == pytest.approx(rates.time_copy(copied[1]))
 
 
 def test_gradients_are_reduced_beside_the_backward_pass_while_the_processor_is_idle() -> None:

@@ -20,6 +20,7 @@ from shardwright.planner.time.layer_matmuls import get_layer_matmul_seconds, tim
 from shardwright.planner.time.memory_traffic import (
     count_adapter_bytes,
     count_adapter_operations,
+    count_collective_copy_bytes,
     count_dequantisation_bytes,
     count_dispatched_rows,
     count_elementwise_bytes,
@@ -27,7 +28,6 @@ from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
     count_repeated_quantisation_bytes,
     count_separate_bytes,
-    count_sequence_copy_bytes,
     count_weight_quantisation_bytes,
     get_elementwise_passes,
     list_matmuls,
@@ -182,13 +182,13 @@ def _time_elementwise(
 def _time_copies(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, rates: DeviceRates
 ) -> tuple[float, float]:
-    """Return the seconds, forward and backward, in which a layer quantises operands and puts the
-    rows of several sequences in order around collectives."""
-    copied = count_sequence_copy_bytes(facts, candidate)
+    """Return the seconds, forward and backward, in which a layer quantises operands and copies
+    what collectives send."""
+    copied = count_collective_copy_bytes(facts, candidate)
     quantised = 0.0, 0.0
     if rates.is_low_precision:
         quantised = count_quantisation_bytes(facts, kind, candidate)
-    return rates.time_copy(quantised[0] + copied), rates.time_copy(quantised[1] + copied)
+    return rates.time_copy(quantised[0] + copied[0]), rates.time_copy(quantised[1] + copied[1])
 
 
 def _time_expert_launches(

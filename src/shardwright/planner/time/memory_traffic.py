@@ -91,16 +91,24 @@ def count_elementwise_bytes(
     return forward * size, backward * size
 
 
-def count_sequence_copy_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Count the bytes that the four collectives of a layer read and write in one direction to put
-    the ranks' parts of several sequences in order, under sequence parallelism."""
+def count_collective_copy_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
+    """Count the bytes that a layer's tensor-parallel collectives read and write besides what they
+    send, forward and backward.
+
+    Under sequence parallelism four collectives in each direction put the ranks' parts of several
+    sequences in order; parts of one sequence are. Without it two sums of gradients copy them.
+    """
     layout = candidate.layout
-    is_in_order = candidate.micro_batch_size == 1 or layout.async_tensor_parallel != "none"
-    if layout.tp == 1 or not layout.sequence_parallel or is_in_order:
-        return 0.0
-    num_copies = 4 * candidate.engine.elementwise_passes.sequence_copies
-    row_bytes = facts.shape.hidden_size * candidate.activation_bytes
-    return num_copies * 2 * candidate.micro_batch_tokens * row_bytes
+    passes = candidate.engine.elementwise_passes
+    copy_bytes = (
+        2 * candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes
+    )
+    if layout.tp == 1 or layout.async_tensor_parallel != "none":
+        return 0.0, 0.0
+    if not layout.sequence_parallel:
+        return 0.0, 2 * passes.gradient_copies * copy_bytes
+    num_copies = 4 * passes.sequence_copies if candidate.micro_batch_size > 1 else 0
+    return num_copies * copy_bytes, num_copies * copy_bytes
 
 
 def get_elementwise_passes(facts: ModelFacts, candidate: Candidate) -> ElementwisePasses:

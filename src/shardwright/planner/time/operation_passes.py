@@ -35,11 +35,14 @@ class ElementwisePasses(NamedTuple):
     sequence_copies: int = 0
     """Copies of all rows at each collective of sequence parallelism, which put the ranks' parts of
     several sequences in order."""
+    gradient_copies: int = 0
+    """Copies of a gradient before its sum, without sequence parallelism."""
     is_exact: bool = False
     """True if every operation is counted, so that a trainer's fusion can only move fewer bytes."""
 
 
 FEW_PASSES = ElementwisePasses()
 """Norms of one operation, and rotary embeddings that read, rotate and write once."""
-OWN_PASSES = ElementwisePasses(sequence_copies=1)
-"""The same in this engine, whose rows are `[sequences, positions, width]`."""
+OWN_PASSES = ElementwisePasses(sequence_copies=1, gradient_copies=1)
+"""The same in this engine, whose rows are `[sequences, positions, width]`, and which sums a copy
+of a gradient that may also be added elsewhere."""
