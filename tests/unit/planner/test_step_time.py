@@ -161,7 +161,7 @@ def test_a_collective_measured_between_computations_counts_as_it_is() -> None:
         (Layout(), 2, 0, 0),
     ],
 )
-def test_what_collectives_copy_is_read_and_written(
+def test_copies_of_collectives_are_read_and_written(
     layout: Layout, micro_batch_size: int, num_forward: int, num_backward: int
 ) -> None:
     """Each copy reads and writes all rows in bf16."""
