@@ -114,14 +114,14 @@ def test_rows_assigned_by_work_have_the_same_gradients(ranks: RankPool) -> None:
     report = verify(
         recipe,
         read_recipe_shape(recipe),
-        [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=2)],
+        [Layout(dp_replicate=2), Layout(dp_shard=2, zero_stage=2), Layout(pp=2)],
         [VerificationCase(3, tied=True, dropout=True, documents=False)],
         ["float64"],
         sequence_length=12,
         pool=ranks,
     )
     assert report.passed, list_failures(report)
-    assert len(report.cells) == 2
+    assert len(report.cells) == 3
 
 
 @pytest.mark.parametrize("config", [GPT2, QWEN3], ids=["gpt2", "qwen3"])

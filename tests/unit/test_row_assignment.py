@@ -17,6 +17,7 @@ from shardwright.placement.row_assignment import (
     split_into_micro_batches,
 )
 from shardwright.plans import BatchPlan, build_work_balance
+from shardwright.schedule import ActionTimes, build_schedule, simulate
 from tests.unit.planner import models
 
 RANDOM = np.random.default_rng(0)
@@ -60,6 +61,28 @@ def test_ranks_that_wait_each_time_run_similar_micro_batches_together() -> None:
     waiting = sum(max(step) for step in list_rank_work(order, 4, 2))
     once = balance_rows(rows, PADDED, 4, 2)
     assert waiting < sum(max(step) for step in list_rank_work(once, 4, 2))
+
+
+@pytest.mark.parametrize("waits_each_micro_batch", [False, True])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "1f1b"), (2, "1f1b"), (2, "zb_h1")])
+def test_pipelines_fill_and_drain_with_short_micro_batches(
+    ranks: int, name: str, waits_each_micro_batch: bool
+) -> None:
+    rows = [(length,) for length in LENGTHS]
+    balance = WorkBalance(0.002, True, waits_each_micro_batch, is_pipeline=True)
+    order = balance_rows(rows, balance, 2, ranks)
+    assert sorted(order) == list(range(64))
+    schedule = build_schedule(name, 4, 32 // ranks)
+    for rank in range(ranks):
+        seconds = {}
+        for key, chosen in (("middle", order), ("first", sort_by_length(LENGTHS))):
+            work = [step[rank] for step in list_rank_work(chosen, 2, ranks)]
+            times = [ActionTimes.uniform(4, each, each, each) for each in work]
+            bubble = simulate(schedule, times).step_seconds - 3 * sum(work)
+            seconds[key] = bubble
+            if key == "middle":
+                assert max(work[0], work[-1]) <= min(work[1:-1])
+        assert seconds["middle"] < 0.9 * seconds["first"]
 
 
 def test_packed_rows_are_balanced_by_their_attention() -> None:

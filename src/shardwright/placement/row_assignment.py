@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 from shardwright.layout import Layout
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class WorkBalance:
     them then have its work."""
     waits_each_micro_batch: bool
     """True if ranks exchange something after each micro-batch, not only at the end of the step."""
+    is_pipeline: bool = False
+    """True if micro-batches pass through pipeline stages."""
 
     def count_work(self, documents: Sequence[int]) -> float:
         """Count the work of a row of causal documents of these lengths.
@@ -76,7 +82,7 @@ def balance_rows(
 
     Rows of similar work form a micro-batch. If ranks wait after each micro-batch, those that
     follow each other in work run at the same time. Otherwise ranks get as many micro-batches each,
-    of similar work.
+    of similar work. In a pipeline the largest of a rank's micro-batches run in the middle.
 
     Args:
         rows: lengths of the documents of each row.
@@ -84,7 +90,11 @@ def balance_rows(
     work = [balance.count_work(documents) for documents in rows]
     order = sorted(range(len(rows)), key=lambda row: -work[row])
     if balance.waits_each_micro_batch or data_ranks == 1:
-        return order
+        size = micro_batch_size * data_ranks
+        together = [order[first : first + size] for first in range(0, len(order), size)]
+        if balance.is_pipeline:
+            together = put_largest_in_middle(together)
+        return list(chain.from_iterable(together))
     micro_batches = [
         order[first : first + micro_batch_size] for first in range(0, len(order), micro_batch_size)
     ]
@@ -92,12 +102,26 @@ def balance_rows(
     assigned = assign_by_work(
         [len(each) * max(each) if balance.is_padded else sum(each) for each in counts], data_ranks
     )
+    if balance.is_pipeline:
+        assigned = [put_largest_in_middle(of_rank) for of_rank in assigned]
     return [
         row
         for of_each_rank in zip(*assigned, strict=True)
         for micro_batch in of_each_rank
         for row in micro_batches[micro_batch]
     ]
+
+
+def put_largest_in_middle(items: Sequence[Item]) -> list[Item]:
+    """Return items, given largest first, so that the smallest are first and last.
+
+    A pipeline fills with its first micro-batches and drains with its last ones, while ranks wait.
+
+    >>> put_largest_in_middle([5, 4, 3, 2, 1])
+    [1, 3, 5, 4, 2]
+    """
+    growing = items[::-1]
+    return [*growing[::2], *growing[1::2][::-1]]
 
 
 def sort_by_length(lengths: Sequence[int]) -> list[int]:

@@ -75,7 +75,7 @@ class TrainingRows:
     """Rows end with the longest of their micro-batch, rounded up to a multiple of this and of the
     parts into which the layout shards a row. None: all have `sequence_length`."""
     balance: WorkBalance | None = None
-    """Rows are assigned by work. `waits_each_micro_batch` is that of each candidate."""
+    """Rows are assigned by work, with the waits and pipeline of each candidate."""
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -120,6 +120,7 @@ class TrainingRows:
                 replace(
                     self.balance,
                     waits_each_micro_batch=waits_after_each_micro_batch(candidate.layout),
+                    is_pipeline=candidate.layout.pp > 1,
                 ),
                 candidate.micro_batch_size,
                 candidate.layout.data_ranks,
