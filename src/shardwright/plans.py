@@ -315,12 +315,8 @@ def build_work_balance(
     length = max(2, sequence_length)
     shortest = shape.count_flops_per_token(1)
     slope = (shape.count_flops_per_token(length) - shortest) / ((length - 1) / 2)
-    return WorkBalance(
-        slope / (shortest - slope),
-        is_padded,
-        waits_after_each_micro_batch(layout),
-        is_pipeline=layout.pp > 1,
-    )
+    waits = waits_after_each_micro_batch(layout)
+    return WorkBalance(slope / (shortest - slope), is_padded, waits, is_pipeline=layout.pp > 1)
 
 
 def balance_work(plan: Plan, *, has_documents: bool) -> Plan:
