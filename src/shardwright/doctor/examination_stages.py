@@ -299,7 +299,8 @@ def _time_sizes(
     for size in sizes:
         call_seconds = context.compute_maximum(size * byte_seconds)
         is_short = call_seconds <= _MAX_MESSAGE_SECONDS
-        seconds = _ROUNDS_SECONDS * (1 if compute is None else 2) + 2 * call_seconds
+        seconds = _ROUNDS_SECONDS + 2 * call_seconds
+        seconds += 0.0 if compute is None else collective_bandwidth.STEP_SECONDS
         if not budget.can_afford(seconds) or not is_short:
             context.record_omission(
                 "messages", f"{kind} of {format_bytes(size)} over {axis}", call_seconds

@@ -44,7 +44,8 @@ _NUM_ROUNDS = 4
 _ROUNDS_SECONDS = 0.1
 _NUM_STEP_GROUPS = 5
 _MAX_STEP_CALLS = 16
-_STEP_SECONDS = 0.5
+STEP_SECONDS = 0.5
+"""Seconds of all calls of a message between computations."""
 _STEP_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Kinds that all ranks of a group call at once between computations of a step."""
 _PEAK_SHARE_THRESHOLDS: dict[str, tuple[float, float]] = {
@@ -187,7 +188,7 @@ def _time_between_computations(
         work()
         return time.perf_counter() - start
 
-    limit = _STEP_SECONDS / (_NUM_STEP_GROUPS * (WORK_SECONDS + call_seconds))
+    limit = STEP_SECONDS / (_NUM_STEP_GROUPS * (WORK_SECONDS + call_seconds))
     calls = min(_MAX_STEP_CALLS, max(1, int(limit)))
     return median(fmean(time_call() for _ in range(calls)) for _ in range(_NUM_STEP_GROUPS))
 
