@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from shardwright.doctor.rates.device_rates import measure_best_seconds
+from shardwright.doctor.rates.device_rates import measure_median_seconds
 
 WORK_SECONDS = 1e-2
 """Computation between two collectives: about one layer of a small model."""
@@ -22,7 +22,7 @@ def build_computation(device: torch.device) -> Callable[[], None]:
     a = torch.randn(m, k, device=device)
     b = torch.randn(k, n, device=device)
     count = torch.tensor(
-        WORK_SECONDS / measure_best_seconds(lambda: a @ b, device, seconds=0.05), device=device
+        WORK_SECONDS / measure_median_seconds(lambda: a @ b, device, seconds=0.05), device=device
     )
     dist.all_reduce(count)  # all ranks do the same amount of work
     num_products = max(1, round(float(count) / dist.get_world_size()))

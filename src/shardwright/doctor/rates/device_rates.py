@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +142,7 @@ def time_matmul(precision: str, m: int, n: int, k: int, device: torch.device) ->
     b_KN = torch.randn(k, n, device=device).to(dtype)
     out_MN = torch.empty(m, n, device=device, dtype=dtype)
     with _set_matmul_precision(precision):
-        best = measure_best_seconds(
+        best = measure_median_seconds(
             lambda: torch.mm(a_MK, b_KN, out=out_MN), device, seconds=_MEASURED_SECONDS
         )
     return MatmulRate(precision, m, n, k, 2.0 * m * n * k / best)
@@ -174,10 +175,10 @@ def time_attention(
 
     try:
         with _set_matmul_precision(workload.precision):
-            forward = measure_best_seconds(attend, device, seconds=seconds)
+            forward = measure_median_seconds(attend, device, seconds=seconds)
             out_BHTE = attend()
             inputs = (q_BHTE, k_BJTE, v_BJTE)
-            backward = measure_best_seconds(
+            backward = measure_median_seconds(
                 lambda: torch.autograd.grad(out_BHTE, inputs, gradient_BHTE, retain_graph=True),
                 device,
                 seconds=seconds,
@@ -204,10 +205,10 @@ def _set_matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_best_seconds(
+def measure_median_seconds(
     work: Callable[[], object], device: torch.device, *, seconds: float
 ) -> float:
-    """Measure the minimum seconds of a call; several rounds take about `seconds` together.
+    """Measure the median seconds of a call; several rounds take about `seconds` together.
 
     Work that takes `seconds` or more is called twice, once to warm up. CUDA events exclude the
     host's time.
@@ -218,7 +219,7 @@ def measure_best_seconds(
         return first
     calls = max(1, int(seconds / 5 / max(first, 1e-7)))
     rounds = 5 if first * 5 < 2 * seconds else 3
-    return min(_time_round(work, device, calls) for _ in range(rounds)) / calls
+    return median(_time_round(work, device, calls) for _ in range(rounds)) / calls
 
 
 def _time_round(work: Callable[[], object], device: torch.device, num_calls: int) -> float:
@@ -245,7 +246,7 @@ def time_copies(device: torch.device) -> list[CopyRate]:
     is_cuda = device.type == "cuda"
     num_bytes = (1024 if is_cuda else 64) * MIB_BYTES
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    best = measure_best_seconds(lambda: target.copy_(source), device, seconds=_MEASURED_SECONDS)
+    best = measure_median_seconds(lambda: target.copy_(source), device, seconds=_MEASURED_SECONDS)
     rates = [CopyRate("memory", num_bytes, 2 * num_bytes / best)]
     if is_cuda:
         pinned = torch.ones(256 * MIB_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -254,10 +255,10 @@ def time_copies(device: torch.device) -> list[CopyRate]:
             ("to device", lambda: part.copy_(pinned, non_blocking=True)),
             ("from device", lambda: pinned.copy_(part, non_blocking=True)),
         ):
-            best = measure_best_seconds(work, device, seconds=_MEASURED_SECONDS)
+            best = measure_median_seconds(work, device, seconds=_MEASURED_SECONDS)
             rates.append(CopyRate(kind, pinned.numel(), pinned.numel() / best))
         copied = torch.empty_like(pinned, device="cpu")
-        best = measure_best_seconds(
+        best = measure_median_seconds(
             lambda: copied.copy_(pinned), torch.device("cpu"), seconds=_MEASURED_SECONDS
         )
         rates.append(CopyRate("host memory", pinned.numel(), 2 * pinned.numel() / best))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.doctor.rates.computation import WORK_SECONDS, build_computation
-from shardwright.doctor.rates.device_rates import DTYPES, measure_best_seconds
+from shardwright.doctor.rates.device_rates import DTYPES, measure_median_seconds
 from shardwright.hardware import ElementwiseRate
 from shardwright.model.mlp import apply_gate
 from shardwright.model.norms import RMSNorm
@@ -47,11 +47,11 @@ def time_elementwise(
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return norm(x_ND + update_ND), apply_gate("silu", g_ND, u_ND)
 
-    forward = measure_best_seconds(run, device, seconds=seconds / 2)
+    forward = measure_median_seconds(run, device, seconds=seconds / 2)
     outputs = run()
     gradients = tuple(torch.randn_like(output) for output in outputs)
     inputs = (*leaves, norm.weight)
-    backward = measure_best_seconds(
+    backward = measure_median_seconds(
         lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True),
         device,
         seconds=seconds / 2,

@@ -15,7 +15,7 @@ import torch
 
 from shardwright.config.low_precision import LowPrecisionRecipe, select_fast_products
 from shardwright.doctor.finding import Finding
-from shardwright.doctor.rates.device_rates import measure_best_seconds
+from shardwright.doctor.rates.device_rates import measure_median_seconds
 from shardwright.doctor.rates.rate_findings import SECTION, judge_slow_ranks
 from shardwright.hardware import MatmulRate
 from shardwright.launch.rank_outcome import extract_first_line
@@ -95,19 +95,19 @@ def _time_recipe(recipe: LowPrecisionRecipe, device: torch.device, bf16: MatmulR
     left, right = products.quantise_output_operands(x_MK, w_NK)
     seconds = _SECONDS[device.type]
     try:
-        kernel = measure_best_seconds(
+        kernel = measure_median_seconds(
             lambda: multiply_on_device(
                 left, right, torch.bfloat16, is_fast="output" in fast_products
             ),
             device,
             seconds=seconds,
         )
-        whole = measure_best_seconds(
+        whole = measure_median_seconds(
             lambda: products.compute_output(x_MK, w_NK), device, seconds=seconds
         )
         stochastic = None
         if products.rounding_key is not None:
-            stochastic = measure_best_seconds(
+            stochastic = measure_median_seconds(
                 lambda: products.compute_input_gradient(x_MK, w_NK), device, seconds=seconds
             )
     except (RuntimeError, ValueError) as error:
