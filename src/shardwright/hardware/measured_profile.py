@@ -167,49 +167,33 @@ class MeasuredProfile:
         Below the smallest size the time is constant (latency); above the largest each byte takes
         as long as in the largest messages.
         """
-        return interpolate_seconds(
-            [
-                (rate.message_bytes, rate.seconds)
-                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
-            ],
-            message_bytes,
-        )
+        return self._interpolate("seconds", (kind, num_ranks, ranks_per_node), message_bytes)
 
     def find_processor_seconds(
         self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
     ) -> float | None:
         """Return the interpolated processor seconds of a collective on a CPU."""
-        return interpolate_seconds(
-            [
-                (rate.message_bytes, rate.processor_seconds)
-                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
-                if rate.processor_seconds is not None
-            ],
-            message_bytes,
-        )
+        key = (kind, num_ranks, ranks_per_node)
+        return self._interpolate("processor_seconds", key, message_bytes)
 
     def find_step_seconds(
         self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
     ) -> float | None:
         """Return the interpolated seconds of a collective between two computations."""
-        return interpolate_seconds(
-            [
-                (rate.message_bytes, rate.step_seconds)
-                for rate in self._list_collectives(kind, num_ranks, ranks_per_node)
-                if rate.step_seconds is not None
-            ],
-            message_bytes,
-        )
+        return self._interpolate("step_seconds", (kind, num_ranks, ranks_per_node), message_bytes)
 
-    def _list_collectives(
-        self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int
-    ) -> list[CollectiveRate]:
-        key = (kind, num_ranks, ranks_per_node)
-        return [
-            rate
+    def _interpolate(
+        self, field: str, key: tuple[CollectiveKind, int, int], message_bytes: float
+    ) -> float | None:
+        """Interpolate a field of the collectives of one kind and group that have it."""
+        points = [
+            (rate.message_bytes, getattr(rate, field))
             for rate in self.collectives
             if (rate.kind, rate.num_ranks, rate.ranks_per_node) == key
         ]
+        return interpolate_seconds(
+            [(size, seconds) for size, seconds in points if seconds is not None], message_bytes
+        )
 
     def find_attention_flops_per_second(
         self, precision: str, row_tokens: float, head_dim: int, *, is_backward: bool
