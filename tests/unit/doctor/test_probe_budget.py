@@ -185,6 +185,12 @@ def test_slow_work_is_called_twice() -> None:
     assert len(calls) == 2
 
 
+def test_neither_a_fast_nor_a_slow_round_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([0.01, 0.05, 0.01, 0.04, 0.03, 0.02])
+    monkeypatch.setattr(device_rates, "_time_round", lambda *_: next(rounds))
+    assert measure_median_seconds(lambda: None, CPU, seconds=1.0) == pytest.approx(0.03 / 20)
+
+
 def test_attention_is_reduced_by_rows_then_heads_and_keeps_its_length() -> None:
     rows = AttentionWorkload(
         "bf16", num_rows=8, row_tokens=256, num_heads=8, num_kv_heads=4, head_dim=32
