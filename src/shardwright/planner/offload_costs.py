@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 from typing import NamedTuple
 
 from shardwright.config.offload import OffloadTier
@@ -31,6 +32,20 @@ def get_host_memory_rate(profile: MeasuredProfile | None) -> float:
     """Return the bytes per second that the CPU reads and writes: measured, otherwise assumed."""
     measured = None if profile is None else profile.tiers.host_memory_bytes_per_second
     return measured or _HOST_MEMORY_BYTES_PER_SECOND
+
+
+def compute_device_buffer_bytes(candidate: Candidate, num_bytes: float) -> float:
+    """Compute the device memory of the buffers through which a rank's moments pass.
+
+    Moments in host memory that do not fill their last buffer have all of it.
+    """
+    if candidate.is_updated_on_host:
+        return 0.0
+    buffer_bytes = candidate.offload_buffer_bytes
+    if candidate.optimizer_tier == "host" and num_bytes > buffer_bytes:
+        num_bytes = ceil(num_bytes / buffer_bytes) * buffer_bytes
+    most_bytes = candidate.engine.compute_staging_bytes(num_bytes, buffer_bytes)
+    return min(num_bytes, most_bytes + candidate.read_ahead_bytes)
 
 
 def count_moving_moments(candidate: Candidate, num_bytes: float, layer_bytes: float = 0.0) -> float:

@@ -86,7 +86,10 @@ def test_states_move_from_the_device_to_another_tier_and_take_the_time_of_their_
     assert ahead.memory.optimizer == host.memory.optimizer + 2**29
     assert host.time.optimizer - ahead.time.optimizer == pytest.approx(2**29 / 25e9)
     everything = predictor.predict(replace(host.candidate, ahead_bytes=2**50))
-    assert everything.memory.optimizer == host.memory.offloaded
+    # The last buffer is not full.
+    empty_bytes = everything.memory.optimizer - host.memory.offloaded
+    assert 0.0 < empty_bytes < 64 * 2**20
+    assert everything.memory.optimizer % (64 * 2**20) == 0
     # They are read during the backward pass, and no faster than the link.
     assert 0.0 < host.time.optimizer - everything.time.optimizer < host.time.compute
     unused = predictor.predict(replace(disk.candidate, ahead_bytes=2**29))

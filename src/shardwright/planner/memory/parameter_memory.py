@@ -18,6 +18,7 @@ from shardwright.planner.model_costs import (
     ParameterElements,
     get_layer_recompute,
 )
+from shardwright.planner.offload_costs import compute_device_buffer_bytes
 
 
 class PersistentMemory(NamedTuple):
@@ -120,7 +121,7 @@ def compute_persistent_memory(
     offloaded = 0.0
     if candidate.offload in ("optimizer", "optimizer_disk"):
         offloaded = optimizer
-        optimizer = _compute_device_buffers(candidate, offloaded)
+        optimizer = compute_device_buffer_bytes(candidate, offloaded)
     elif candidate.offload == "parameters":
         weights = optimizer = gradients = updated = 0.0
         reduced = engine.has_device_gradient_shards * resident.sharded * gradient_bytes
@@ -141,14 +142,6 @@ def compute_persistent_memory(
         offloaded,
         moved,
     )
-
-
-def _compute_device_buffers(candidate: Candidate, offloaded: float) -> float:
-    """Compute the bytes of the buffers through which this many bytes of moments pass."""
-    if candidate.is_updated_on_host:
-        return 0.0
-    staging = candidate.engine.compute_staging_bytes(offloaded, candidate.offload_buffer_bytes)
-    return min(offloaded, staging + candidate.read_ahead_bytes)
 
 
 def _compute_weight_bytes(
