@@ -6,7 +6,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.table import render_conditions, render_gpu
+from benchmarks.gpu_low_precision_page import (
+    divide_bf16,
+    join_low_precision,
+    render_low_precision,
+)
+from benchmarks.table import escape_cell, render_conditions, render_gpu, render_text_table
 
 PREFACE = """\
 Made by `make gpu`. Every step is a process with its own time limit; a step that failed has its
@@ -36,23 +41,6 @@ and backward passes of four micro-batches; off casts them at every use. Norms, g
 residual sum are those of `model.fused_pointwise: compiled` and `none`, forward and backward. The
 loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is next to one chunk."""
 
-LOW_PRECISION = """\
-Distance: norm of the difference between a kernel's result and its emulation on the same device,
-over the norm of the latter; at most {limit:g}. Steps are those of {num_layers} layer(s) of {shape}
-with the optimizer, or of all with 8-bit AdamW; passes are without the optimizer. Curves are of a
-small model on the text of Python's standard library, in 8 and 4 bits from the weights of the first
-seed. Final loss is the mean of the last 20 steps, in which elements are counted."""
-
-FAST_ACCUMULATION = """\
-Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
-{fast_limit:g}."""
-
-UPDATE = "norm and update, ms / its kernels"
-KERNELS_BY_KIND = """\
-Milliseconds of kernels in a forward and backward pass, profiled after the timed steps. Generated
-kernels that search maxima or write codes count as quantisation, with the norms, gates and rotations
-that the compiler merges into them."""
-
 OFFLOAD = """\
 Steps with states in host memory, each variant in a process of its own, on the same weights and
 tokens. Transfers: the longer one of the bytes to and from the device, at the rates of pinned copies
@@ -80,7 +68,7 @@ def render_page(content: dict[str, Any]) -> str:
         *_render_safely(_render_numbers, _find_result(steps, "numbers")),
         *_render_safely(_render_attention, _find_result(steps, "attention")),
         *_render_safely(_render_functions, _find_result(steps, "functions")),
-        *_render_safely(_render_low_precision, _join_low_precision(steps)),
+        *_render_safely(render_low_precision, join_low_precision(steps)),
         *_render_safely(_render_speed, _collect_cases(steps)),
         *(
             section
@@ -195,23 +183,6 @@ def _collect_cases(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def _join_low_precision(steps: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Join the results of the comparison of recipes and of the steps of all layers."""
-    results = [
-        step["result"]
-        for step in steps
-        if step["name"].startswith("low precision") and "low_precision" in step.get("result", {})
-    ]
-    if not results:
-        return None
-    sections = ("obstacles", "kernels", "steps", "curves")
-    joined = {
-        section: {name: row for result in results for name, row in result[section].items()}
-        for section in sections
-    }
-    return results[0] | joined
-
-
 def _render_steps(steps: Iterable[dict[str, Any]]) -> str:
     rows = []
     for step in steps:
@@ -221,8 +192,10 @@ def _render_steps(steps: Iterable[dict[str, Any]]) -> str:
             summary = _summarise(step)
         except (*_WRONG_FORM, ElementTree.ParseError) as error:
             summary = f"its result has another form ({type(error).__name__}: {error})"
-        rows.append((str(step["part"]), step["name"], step["status"], seconds, _escape(summary)))
-    return _render_table(("part", "step", "result", "s", "summary"), rows)
+        rows.append(
+            (str(step["part"]), step["name"], step["status"], seconds, escape_cell(summary))
+        )
+    return render_text_table(("part", "step", "result", "s", "summary"), rows)
 
 
 def _summarise(step: dict[str, Any]) -> str:
@@ -253,7 +226,7 @@ def _summarise(step: dict[str, Any]) -> str:
             if "seconds" in row["off"] and "seconds" in row["on"]
         )
     elif "low_precision" in result:
-        ratios = {name: _divide_bf16(result["steps"], name, "seconds") for name in result["steps"]}
+        ratios = {name: divide_bf16(result["steps"], name, "seconds") for name in result["steps"]}
         text = "; ".join(
             f"{name} {ratio}x as fast as bf16"
             for name, ratio in ratios.items()
@@ -307,10 +280,10 @@ def _render_numbers(numbers: dict[str, Any]) -> str:
         for name, each in numbers["precisions"].items()
         for kernel in each["kernels"][:1]
     ]
-    chosen = _render_table(
+    chosen = render_text_table(
         ("precision", "attention operators", "kernel with the most time"), kernels
     )
-    return f"## Numbers\n\n{NUMBERS}\n\n{_render_table(header, rows)}\n\n## Kernels\n\n{chosen}"
+    return f"## Numbers\n\n{NUMBERS}\n\n{render_text_table(header, rows)}\n\n## Kernels\n\n{chosen}"
 
 
 def _render_attention(result: dict[str, Any]) -> str:
@@ -321,13 +294,13 @@ def _render_attention(result: dict[str, Any]) -> str:
             f"{each['seconds'] * 1e3:.1f}" if "seconds" in each else each["failed"],
             f"{each['peak_bytes'] / 2**30:.2f}" if each.get("peak_bytes") else "",
             f"{row['distance']:.1e}" if side == "on" and "distance" in row else "",
-            _escape("; ".join(each.get("kernels", ()))),
+            escape_cell("; ".join(each.get("kernels", ()))),
         )
         for name, row in result["attention"].items()
         for side, each in ((side, row[side]) for side in ("off", "on"))
     ]
     header = ("case", "kernels", "ms", "peak GiB", "distance", "log")
-    return f"## Attention\n\n{ATTENTION.format(**result)}\n\n{_render_table(header, rows)}"
+    return f"## Attention\n\n{ATTENTION.format(**result)}\n\n{render_text_table(header, rows)}"
 
 
 def _render_functions(result: dict[str, Any]) -> str:
@@ -343,101 +316,11 @@ def _render_functions(result: dict[str, Any]) -> str:
                 f"{median:.2f} ({low:.2f} to {high:.2f})",
                 " / ".join("" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks),
                 "equal" if row["has_equal_bits"] else f"differ by {row['distance']:.1e}",
-                _escape("; ".join(row["log"])),
+                escape_cell("; ".join(row["log"])),
             )
         )
     header = ("function", "off ms", "on ms", "ratio", "temporary MiB off / on", "bits", "log")
-    return f"## Functions\n\n{FUNCTIONS.format(**result)}\n\n{_render_table(header, rows)}"
-
-
-def _render_low_precision(result: dict[str, Any]) -> str:
-    """Render kernels, steps and curves of the recipes, and the reasons of missing ones."""
-    kernels = [
-        (
-            recipe,
-            product.removeprefix("compute_").replace("_", " "),
-            f"{row['distance']:.1e}",
-            f"{row['seconds'] * 1e3:.3f}",
-            f"{row['bf16_seconds'] / row['seconds']:.2f}",
-        )
-        for recipe, products in result["kernels"].items()
-        if "failed" not in products
-        for product, row in products.items()
-    ]
-    steps = result["steps"]
-    timed = [
-        (
-            name,
-            f"{row['seconds'] * 1e3:.1f}",
-            _divide_bf16(steps, name, "seconds"),
-            _divide_bf16(steps, name, "pass_seconds"),
-            " / ".join(
-                f"{row[key] * 1e3:.1f}"
-                for key in ("update_seconds", "update_kernel_seconds")
-                if key in row
-            ),
-            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
-        )
-        if "seconds" in row
-        else (name, _escape(row["failed"]), "", "", "", "")
-        for name, row in steps.items()
-    ]
-    kinds = [
-        (name, *(f"{seconds * 1e3:.1f}" for seconds in row["kernel_seconds"].values()))
-        for name, row in steps.items()
-        if "kernel_seconds" in row
-    ]
-    curves = [
-        (
-            name,
-            *(f"{row['losses'][place]:.3f}" for place in _choose_places(len(row["losses"]))),
-            f"{row['final_loss']:.4f}",
-            f"{row['saturated']:,}" if "saturated" in row else "",
-            f"{row['flushed_share']:.1e}" if "flushed_share" in row else "",
-        )
-        for name, row in result["curves"].items()
-        if "losses" in row
-    ]
-    lengths = [len(row["losses"]) for row in result["curves"].values() if "losses" in row]
-    places = [f"step {place + 1}" for place in _choose_places(max(lengths, default=1))]
-    missing = [f"- {recipe}: {why}" for recipe, why in result["obstacles"].items()] + [
-        f"- {name}: {row['failed']}"
-        for section in ("kernels", "curves")
-        for name, row in result[section].items()
-        if "failed" in row
-    ]
-    conditions = result["low_precision"]
-    return "\n\n".join(
-        [
-            "## 8-bit and 4-bit products",
-            LOW_PRECISION.format(**conditions),
-            *([FAST_ACCUMULATION.format(**conditions)] if "fast_limit" in conditions else []),
-            _render_table(("recipe", "product", "distance", "ms", "times bf16"), kernels),
-            _render_table(
-                ("step", "ms", "times bf16", "passes, times bf16", UPDATE, "peak GiB"),
-                timed,
-            ),
-            *(
-                [
-                    KERNELS_BY_KIND,
-                    _render_table(
-                        ("passes", "products", "quantisation", "attention", "rest"), kinds
-                    ),
-                ]
-                if kinds
-                else []
-            ),
-            _render_table(("curve", *places, "final loss", "saturated", "flushed share"), curves),
-            *(["\n".join(missing)] if missing else []),
-        ]
-    )
-
-
-def _divide_bf16(steps: dict[str, Any], name: str, key: str) -> str:
-    """Return the seconds of bf16's step of the same kind over those of a step."""
-    kind = name.partition(", ")[2]
-    base = steps.get(f"bf16, {kind}" if kind else "bf16", {})
-    return f"{base[key] / steps[name][key]:.2f}" if key in base and key in steps[name] else ""
+    return f"## Functions\n\n{FUNCTIONS.format(**result)}\n\n{render_text_table(header, rows)}"
 
 
 def _render_offload(result: dict[str, Any]) -> str:
@@ -452,16 +335,11 @@ def _render_offload(result: dict[str, Any]) -> str:
             f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
         )
         if "step_seconds" in row
-        else (row["name"], _escape(row["failure"]), "", "", "", "")
+        else (row["name"], escape_cell(row["failure"]), "", "", "", "")
         for row in result["offload"]
     ]
     header = ("states", "seconds", "transfers", "ratio", "equal losses", "peak GiB")
-    return "\n\n".join(["## Offload", OFFLOAD, _render_table(header, rows)])
-
-
-def _choose_places(num_steps: int) -> list[int]:
-    """Choose at most five steps, evenly spaced, the first and the last among them."""
-    return sorted({round(part * (num_steps - 1) / 4) for part in range(5)})
+    return "\n\n".join(["## Offload", OFFLOAD, render_text_table(header, rows)])
 
 
 def _render_profile(step: dict[str, Any]) -> str:
@@ -469,26 +347,17 @@ def _render_profile(step: dict[str, Any]) -> str:
     result = step["result"]
     rows = [
         (
-            f"`{_escape(kernel['name'][:90])}`",
+            f"`{escape_cell(kernel['name'][:90])}`",
             str(kernel["calls"]),
             f"{kernel['seconds'] * 1e3:.2f}",
             f"{kernel['seconds'] / result['step_seconds']:.1%}",
         )
         for kernel in result["kernels"][:8]
     ]
-    table = _render_table(("kernel", "calls", "ms", "share of the step"), rows)
+    table = render_text_table(("kernel", "calls", "ms", "share of the step"), rows)
     summary = (
         f"One optimizer step takes {result['step_seconds']:.3g} s without the profiler. The "
         "summary is of the step after it, from its first kernel to its last."
     )
     text = f"```text\n{result['summary']['text']}```"
     return f"## {step['name'].capitalize()}\n\n{summary}\n\n{text}\n\n{table}"
-
-
-def _render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, tuple("---" for _ in header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:700]

@@ -142,7 +142,7 @@ def _render_comparison(comparison: dict[str, Any], missed: list[str]) -> str:
         "memory",
         "first, last loss",
     )
-    return f"## {title}\n\n{_render_table(header, rows)}"
+    return f"## {title}\n\n{render_table(header, rows)}"
 
 
 def _list_missed_goals(title: str, name: str, speed_ratio: float, memory_ratio: float) -> list[str]:
@@ -196,7 +196,7 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
             "host waits",
             "first, last loss",
         )
-        sections.append(f"## {shape}\n\n{_render_table(header, rows)}")
+        sections.append(f"## {shape}\n\n{render_table(header, rows)}")
     rows = [(case["name"], case["contenders"].get(OURS, {})) for case in result["cases"]]
     if predicted := [(name, row) for name, row in rows if "predicted" in row]:
         sections.append(
@@ -205,7 +205,7 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
     if ratios := _list_utilisation_ratios(dict(rows), result["cases"]):
         header = ("run", "MFU", "compared with", "its MFU", "ratio")
         sections.append(
-            f"## MFU of other families\n\n{GPU_RATIOS}\n\n{_render_table(header, ratios)}"
+            f"## MFU of other families\n\n{GPU_RATIOS}\n\n{render_table(header, ratios)}"
         )
     if result["skipped"]:
         sections.append(
@@ -261,7 +261,7 @@ def _render_predictions(rows: list[tuple[str, dict[str, Any]]]) -> str:
         "predicted",
         "error",
     )
-    return _render_table(
+    return render_table(
         (*header, "MiB reserved", "predicted", "error") if reserves else header, lines
     )
 
@@ -329,13 +329,23 @@ def render_conditions(result: dict[str, Any]) -> str:
     return "## Conditions\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
-def _render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [
-        header,
-        tuple("---" if column == 0 else "---:" for column in range(len(header))),
-        *rows,
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def render_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Render a Markdown table whose columns but the first have numbers, aligned to the right."""
+    return _render_rows(header, ("---", *("---:" for _ in header[1:])), *rows)
+
+
+def render_text_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Render a Markdown table whose columns are aligned to the left."""
+    return _render_rows(header, tuple("---" for _ in header), *rows)
+
+
+def _render_rows(*rows: tuple[str, ...]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def escape_cell(text: str) -> str:
+    """Return text that a cell of a Markdown table can contain, at most 700 characters."""
+    return text.replace("|", "\\|").replace("\n", " ")[:700]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from benchmarks import gpu_low_precision
-from benchmarks.gpu_page import _render_low_precision, render_page
+from benchmarks.gpu_low_precision_page import render_low_precision
+from benchmarks.gpu_page import render_page
 from benchmarks.gpu_quantised_steps import sum_by_kind
 
 RECIPES = ("tensorwise", "mxfp8", "nvfp4")
@@ -83,7 +84,7 @@ def test_a_kernel_that_differs_fails_the_step(
 def test_the_page_names_missing_and_failed_recipes(result: dict[str, Any]) -> None:
     steps = dict(result["steps"]) | {"mxfp8": {"failed": "RuntimeError: a|b"}}
     changed = result | {"obstacles": {"blockwise": "no kernel on this GPU"}, "steps": steps}
-    page = _render_low_precision(changed)
+    page = render_low_precision(changed)
     assert "- blockwise: no kernel on this GPU" in page
     assert "RuntimeError: a\\|b" in page
     assert "| bf16, seed 1 |" in page
