@@ -63,7 +63,7 @@ def test_cases_have_as_many_micro_batches_as_a_schedule_needs(tmp_path: Path) ->
         "dualpipev": [4, 4, 4],
         file: [2, 2, 2],
     }
-    # Layouts with the same case share a reference: `tp`, and those that need no more.
+    # Layouts with equal numbers of micro-batches share a reference.
     assert pool.references == [1, 2, 4, 2, 4, 3, 4, 2]
 
 
