@@ -240,8 +240,7 @@ def verify(
         low_precision = low_precision.model_copy(update={"compute": "fp64", "emulate": True})
         dtypes = ["float64"]
         if has_micro_batch_scales(low_precision):
-            cases = [case for case in cases if case.accumulation == 1]
-            _check_single_micro_batch(layouts, low_precision.recipe)
+            cases = _select_single_micro_batches(cases, layouts, low_precision.recipe)
     code = choose_compiled_code(recipe, shape, dtypes)
     report = VerificationReport(shape, sequence_length, code)
     base = VerificationProblem(
@@ -319,8 +318,10 @@ def _list_problems(
                     yield problem, [problem.build_plan(layout) for layout in same]
 
 
-def _check_single_micro_batch(layouts: Sequence[Layout], recipe: str) -> None:
-    """Check that one micro-batch suffices: the reference computes a step's rows in one batch.
+def _select_single_micro_batches(
+    cases: Sequence[VerificationCase], layouts: Sequence[Layout], recipe: str
+) -> list[VerificationCase]:
+    """Select the cases with one micro-batch: the reference computes a step's rows in one batch.
 
     Raises:
         LayoutError: a pipeline schedule needs more.
@@ -336,6 +337,7 @@ def _check_single_micro_batch(layouts: Sequence[Layout], recipe: str) -> None:
                 allowed="gpipe, 1f1b, zb_h1 or zbv",
                 remedy="Verify one of these, or precision.fp8.recipe: rowwise_with_gw_hp",
             )
+    return [case for case in cases if case.accumulation == 1]
 
 
 def _run_cell(
