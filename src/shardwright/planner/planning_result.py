@@ -185,7 +185,8 @@ def plan_recipe(
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
         conflict = explain_conflict(predictor, problem, candidate)
-    predictions, chosen = result.predictions, result.chosen
+    predictions = result.predictions
+    chosen = result.chosen
     choice_of_results = None
     if not recipe.layout.auto and conflict is None and candidate is not None:
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
@@ -194,11 +195,10 @@ def plan_recipe(
         _, choice_of_results, conflict = _choose_results(recipe, predictor, lean)
     own = None if candidate is None or conflict else predict_run(predictor, candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
-    num_proven = result.num_proven
+    num_proven = result.num_proven if rows is None else 0  # the proof is about full rows
     splits: tuple[ContextSplit, ...] = ()
     if rows is not None:
         predictions, chosen = order_by_rows(predictor, result, rows)
-        num_proven = 0  # the proof is about full rows
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
         splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
     num_measured_steps = None
