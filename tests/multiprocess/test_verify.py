@@ -29,7 +29,7 @@ from shardwright.verification.cases import (
 from shardwright.verification.cell import MutationContext
 from shardwright.verification.verification import VerificationReport, verify
 from tests.multiprocess.assertions import assert_detected
-from tests.multiprocess.models import GPT2, LLAMA, QWEN3, TENSOR_LLAMA, build_recipe
+from tests.multiprocess.models import GPT2, LLAMA, MIXTRAL, QWEN3, TENSOR_LLAMA, build_recipe
 from tests.multiprocess.pool import RankPool
 
 
@@ -104,6 +104,15 @@ def test_some_cells(ranks: RankPool, layout: Layout, case: VerificationCase) -> 
     report = verify_layouts(ranks, LLAMA, [layout], [case], dtypes=VERIFICATION_DTYPES)
     assert report.passed, list_failures(report)
     assert len(report.cells) == 2
+
+
+def test_a_step_that_is_repeated_drops_gradients_that_have_left(ranks: RankPool) -> None:
+    layout = Layout(dp_shard=2, ep=2, zero_stage=2, expert_dispatch="padded", expert_row_limit=1.0)
+    offload = {"optimizer": "disk", "parameters": "disk", "buffer_bytes": 8192}
+    report = verify_layouts(
+        ranks, MIXTRAL, [layout], [VerificationCase(1, tied=False)], offload=offload
+    )
+    assert report.passed, list_failures(report)
 
 
 def test_rows_assigned_by_work_have_the_same_gradients(ranks: RankPool) -> None:

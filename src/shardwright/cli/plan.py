@@ -411,6 +411,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "precision_reason": result.precision_reason,
         "recompute_choice": result.recompute_choice and result.recompute_choice.as_dict(),
         "missing_kernels": result.missing_kernels,
+        "omissions": list(result.omissions),
         "remedy": result.remedy,
         "num_measured_steps": result.num_measured_steps,
     }

@@ -74,6 +74,10 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
         """Multiply the gradients by a factor when they return for the update."""
         ...
 
+    def discard_gradients(self) -> None:
+        """Drop the gradients of all blocks, after an update or instead of it."""
+        ...
+
     def read_weight(self, name: str) -> Tensor:
         """Return a copy of a weight on the device."""
         ...

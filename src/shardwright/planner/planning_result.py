@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.config.recipe import Recipe, RecomputeSection
@@ -103,6 +103,8 @@ class PlanningResult:
     """Description of the loads of experts that times and memory are predicted with. None: even."""
     missing_kernels: str | None = None
     """Reason why the device has no kernels for the recipe's quantised products. None if it has."""
+    omissions: tuple[str, ...] = ()
+    """Settings of the recipe that the predictions leave out, with the effect, a sentence each."""
     recipe_conflict: str | None = None
     """Reason why the recipe's layout cannot run on this number of devices, whatever their
     memory."""
@@ -193,11 +195,10 @@ def plan_recipe(
         _, choice_of_results, conflict = _choose_results(recipe, predictor, lean)
     own = None if candidate is None or conflict else predict_run(predictor, candidate)
     correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
-    num_proven = result.num_proven
+    num_proven = result.num_proven if rows is None else 0  # the proof is about full rows
     splits: tuple[ContextSplit, ...] = ()
     if rows is not None:
         predictions, chosen = order_by_rows(predictor, result, rows)
-        num_proven = 0  # the proof is about full rows
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
         splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
     num_measured_steps = None
@@ -219,6 +220,7 @@ def plan_recipe(
         precision_reason=None if choice is None else choice.reason,
         num_measured_steps=num_measured_steps,
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
+        omissions=tuple(_list_omissions(recipe)),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
         context_splits=splits,
@@ -269,6 +271,14 @@ def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Clust
     if section is None or template.scaled_shares is None:
         return None
     return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
+
+
+def _list_omissions(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.freeze:
+        yield (
+            "model.freeze: memory and time are predicted as if all parameters were trained, so a "
+            "run needs less; `rehearse` takes frozen parameters into account"
+        )
 
 
 def _find_remedy(

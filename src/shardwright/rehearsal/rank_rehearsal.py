@@ -42,8 +42,13 @@ from shardwright.rehearsal.fake_offload import (
     build_fake_weight_offload,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
+from shardwright.training.checks.run_checks import match_frozen
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
-from shardwright.training.setup import build_chunked_loss, install_activation_offload
+from shardwright.training.setup import (
+    build_chunked_loss,
+    freeze_parameters,
+    install_activation_offload,
+)
 from shardwright.training.step import (
     TOKEN_OBJECTIVE,
     Objective,
@@ -293,6 +298,9 @@ def _build_model(
         )
     if is_frozen:
         decoder.requires_grad_(False)
+    else:
+        names = [spec.name for spec in plan.shape.list_parameters()]
+        freeze_parameters(decoder, match_frozen(recipe.model.freeze, names))
 
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)

@@ -18,6 +18,7 @@ from shardwright.schedule.registry import (
     ScheduleFamily,
     assign_stages,
     build_schedule,
+    count_micro_batches,
     count_stages_per_rank,
     has_split_backward,
     load_schedule,

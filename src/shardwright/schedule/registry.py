@@ -117,6 +117,26 @@ def assign_stages(name: str, num_ranks: int, virtual_stages: int | None = None) 
     return assign_looped_stages(num_ranks, num_ranks * count_stages_per_rank(name, virtual_stages))
 
 
+def count_micro_batches(name: str, num_ranks: int, at_least: int) -> int:
+    """Return the fewest micro-batches that a schedule runs, `at_least` so many if it has a choice.
+
+    A schedule from a file runs one number.
+
+    >>> [count_micro_batches(name, 2, 3) for name in ("1f1b", "interleaved_1f1b", "dualpipev")]
+    [3, 4, 4]
+
+    Raises:
+        ScheduleError: an unknown name, or a file for another number of ranks.
+    """
+    if name not in PIPELINE_SCHEDULES:
+        schedule = load_schedule_file(name)
+        _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
+        return schedule.num_micro_batches
+    family = PIPELINE_SCHEDULES[name]
+    number = max(at_least, family.min_micro_batches_per_rank * num_ranks)
+    return -(-number // num_ranks) * num_ranks if family.has_divisibility_rule else number
+
+
 def has_split_backward(name: str) -> bool:
     """True if a schedule, by name or from a file, splits backward passes into I and W."""
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
+from shardwright.model.decoder import Decoder
 from shardwright.model.head import LossFunction
 from shardwright.model.hf.hf_decoder import build_decoder
 from shardwright.model.hf.hf_weights import WeightsFolder
@@ -114,8 +115,7 @@ def build_model(
     # Of full rows: the padded length of a micro-batch depends on the other rows in it.
     width = plan.batch.sequence_length * validated_run.shape.hidden_size
     decoder.noise_size = recipe.training.neftune_noise_alpha / math.sqrt(width)
-    for name, parameter in decoder.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in validated_run.frozen_names)
+    freeze_parameters(decoder, validated_run.frozen_names)
     return apply_layout(
         decoder,
         plan,
@@ -128,6 +128,12 @@ def build_model(
         compile_blocks=plan.is_compiled,
         offload=offload,
     )
+
+
+def freeze_parameters(decoder: Decoder, names: Collection[str]) -> None:
+    """Keep parameters from being trained, besides those that the model itself does not train."""
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in names)
 
 
 def _build_loss_function(recipe: Recipe, plan: Plan) -> LossFunction:

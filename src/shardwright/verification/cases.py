@@ -18,6 +18,7 @@ from shardwright.errors import ArchitectureError, InputError, LayoutError
 from shardwright.layout import Layout, resolve_layout
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.routing import ExpertRules
+from shardwright.schedule import count_micro_batches
 
 VerificationDtype = Literal["float32", "float64"]
 VERIFICATION_DTYPES: tuple[VerificationDtype, ...] = ("float32", "float64")
@@ -57,6 +58,17 @@ class VerificationCase:
         parts += ["idle experts"] if self.idle_experts else []
         parts += ["loss weights"] if self.weights else []
         return ", ".join(parts)
+
+    def fit_schedule(self, layout: Layout) -> VerificationCase:
+        """Return the case with as many micro-batches as the layout's pipeline schedule needs.
+
+        >>> VerificationCase(3).fit_schedule(Layout(pp=2, schedule="dualpipev")).accumulation
+        4
+        """
+        if layout.pp == 1:
+            return self
+        number = count_micro_batches(layout.schedule, layout.pp, self.accumulation)
+        return replace(self, accumulation=number)
 
     @property
     def expert_rules(self) -> ExpertRules:

@@ -316,5 +316,7 @@ def accumulate(
         return loss
     for _, parameter in model.named_parameters():
         parameter.grad = None
+    if model.trained_offload is not None:
+        model.trained_offload.discard_gradients()
     with exchange.exchange_exactly():
         return accumulate_gradients(model, micro_batches, **options)

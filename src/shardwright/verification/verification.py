@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from shardwright.architecture import ModelShape
 from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
-from shardwright.errors import InputError, RankFailed
+from shardwright.errors import InputError, LayoutError, RankFailed
 from shardwright.layout import Layout
 from shardwright.numerics.compilation import find_compiler_obstacle
 from shardwright.optim import check_block_boundaries, require_torchao
@@ -239,7 +240,7 @@ def verify(
         low_precision = low_precision.model_copy(update={"compute": "fp64", "emulate": True})
         dtypes = ["float64"]
         if has_micro_batch_scales(low_precision):
-            cases = [case for case in cases if case.accumulation == 1]
+            cases = _select_single_micro_batches(cases, layouts, low_precision.recipe)
     code = choose_compiled_code(recipe, shape, dtypes)
     report = VerificationReport(shape, sequence_length, code)
     base = VerificationProblem(
@@ -293,19 +294,50 @@ def _list_problems(
     dtypes: Sequence[VerificationDtype],
     code: CompiledCode,
 ) -> Iterator[tuple[VerificationProblem, list[Plan]]]:
-    """Yield each reference to compute with its plans: those of equally many data ranks."""
+    """Yield each reference to compute with its plans: those of equally many data ranks and
+    micro-batches, of which a pipeline schedule may need more than the case has."""
     for data_ranks in dict.fromkeys(layout.data_ranks for layout in layouts):
         group = [layout for layout in layouts if layout.data_ranks == data_ranks]
         for dtype in dtypes:
             for case in cases:
-                batch = replace(
-                    base.batch, data_ranks=data_ranks, gradient_accumulation_steps=case.accumulation
-                )
-                is_compiled = dtype in code.dtypes
-                problem = replace(
-                    base, batch=batch, case=case, dtype=dtype, is_compiled=is_compiled
-                )
-                yield problem, [problem.build_plan(layout) for layout in group]
+                by_case: dict[VerificationCase, list[Layout]] = defaultdict(list)
+                for layout in group:
+                    by_case[case.fit_schedule(layout)].append(layout)
+                for own_case, same in by_case.items():
+                    problem = replace(
+                        base,
+                        batch=replace(
+                            base.batch,
+                            data_ranks=data_ranks,
+                            gradient_accumulation_steps=own_case.accumulation,
+                        ),
+                        case=own_case,
+                        dtype=dtype,
+                        is_compiled=dtype in code.dtypes,
+                    )
+                    yield problem, [problem.build_plan(layout) for layout in same]
+
+
+def _select_single_micro_batches(
+    cases: Sequence[VerificationCase], layouts: Sequence[Layout], recipe: str
+) -> list[VerificationCase]:
+    """Select the cases with one micro-batch: the reference computes a step's rows in one batch.
+
+    Raises:
+        LayoutError: a pipeline schedule needs more.
+    """
+    for layout in layouts:
+        number = VerificationCase(1).fit_schedule(layout).accumulation
+        if number > 1:
+            raise LayoutError(
+                f"{recipe} scales span the tokens of a micro-batch, so steps of one micro-batch "
+                f"are verified, and this schedule needs {number}",
+                field="layout.schedule",
+                got=layout.schedule,
+                allowed="gpipe, 1f1b, zb_h1 or zbv",
+                remedy="Verify one of these, or precision.fp8.recipe: rowwise_with_gw_hp",
+            )
+    return [case for case in cases if case.accumulation == 1]
 
 
 def _run_cell(

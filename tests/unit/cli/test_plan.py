@@ -110,6 +110,20 @@ def test_a_plan_for_cpus_states_the_source_of_rates(
     assert f"rates: {rates}" in capsys.readouterr().err
 
 
+def test_a_plan_says_that_frozen_parameters_count_as_trained(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(recipe), *A100, "--top", "1"]
+    assert run([*words, "--json"]) == ExitCode.DONE
+    assert read_json_output(capsys)["omissions"] == []
+    words += ["--set", 'model.freeze=["model.layers.0.*"]']
+    assert run([*words, "--json"]) == ExitCode.DONE
+    (omission,) = read_json_output(capsys)["omissions"]
+    assert omission.startswith("model.freeze: ")
+    assert run(words) == ExitCode.DONE
+    assert omission in " ".join(capsys.readouterr().out.split())
+
+
 def test_tight_layouts_are_marked_and_not_chosen(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,13 +129,20 @@ def test_layers_at_the_end_of_each_stage_keep_more() -> None:
         assert len(set(sizes)) > 1
 
 
-def test_a_budget_below_full_recomputation_is_refused_with_the_numbers() -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5])
+def test_a_budget_below_full_recomputation_is_refused_with_the_least_that_works(
+    micro_batch_size: int,
+) -> None:
     predictor = build_predictor(LLAMA_8B)
-    full = predictor.predict(replace(CANDIDATE, recompute="full")).memory.total / GIB_BYTES
+    candidate = replace(CANDIDATE, micro_batch_size=micro_batch_size)
+    full = predictor.predict(replace(candidate, recompute="full")).memory.total / GIB_BYTES
     with pytest.raises(RecipeError, match="weights, gradients and optimizer states") as caught:
-        choose_recompute(predictor, CANDIDATE, RecomputeSection(budget_gib=full - 1))
+        choose_recompute(predictor, candidate, RecomputeSection(budget_gib=full - 1))
     assert caught.value.field == "recompute.budget_gib"
-    assert caught.value.allowed == f"at least {full:.3g}"
+    assert caught.value.allowed is not None
+    least = float(caught.value.allowed.removeprefix("at least "))
+    assert full <= least < 1.01 * full
+    choose_recompute(predictor, candidate, RecomputeSection(budget_gib=least))
 
 
 def test_auto_leaves_the_margin_of_the_planner_and_refuses_large_batches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -117,3 +118,31 @@ def test_a_reference_without_adapters_needs_no_second_copy() -> None:
         rehearse(**adapters, preference={"kind": "dpo"}).weights_bytes
         == rehearse(**adapters).weights_bytes
     )
+
+
+def count_elements(recipe: Recipe, *, is_block: bool) -> int:
+    return sum(
+        math.prod(spec.shape)
+        for spec in read_recipe_shape(recipe).list_parameters()
+        if (spec.layer is not None) == is_block
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(dp_shard=2, zero_stage=3)], ids=["one rank", "ZeRO-3"]
+)
+def test_frozen_parameters_have_no_gradients_states_and_reductions(layout: Layout) -> None:
+    model = {"config": models.CONFIGS["llama"], "loss_chunk_tokens": 128}
+    whole = rehearse(layout)
+    part = rehearse(layout, model=model | {"freeze": ["model.layers.*"]})
+    frozen_bytes = 4 * count_elements(make_recipe(), is_block=True) // layout.dp_shard
+    assert part.weights_bytes == whole.weights_bytes
+    assert whole.gradients_bytes - part.gradients_bytes == frozen_bytes
+    assert whole.optimizer_bytes - part.optimizer_bytes == pytest.approx(2 * frozen_bytes, rel=1e-3)
+    assert part.peak_bytes < whole.peak_bytes - 2 * frozen_bytes
+
+    def count_reduced(report: RankRehearsal) -> int:
+        return sum(call.num_bytes for call in report.collectives if "reduce" in call.kind)
+
+    if layout.world_size > 1:
+        assert count_reduced(part) < count_reduced(whole) / 2

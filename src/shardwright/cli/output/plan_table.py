@@ -187,6 +187,8 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         )
     if result.missing_kernels is not None:
         console.print(f"warning: {result.missing_kernels}", style="yellow")
+    for omission in result.omissions:
+        console.print(omission)
     if any(not prediction.candidate.is_runnable for prediction in result.predictions):
         console.print("*: prediction only; `train` does not support it")
 

@@ -9,6 +9,7 @@ of a pipeline stage are the first to keep more: the backward pass frees them fir
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -344,6 +345,12 @@ def _build_error(
         "and optimizer states",
         field="recompute.budget_gib",
         got=f"{section.budget_gib:g}",
-        allowed=f"at least {least.total / GIB_BYTES:.3g}",
+        allowed=f"at least {_round_up(least.total / GIB_BYTES):.3g}",
         remedy=f"{remedy}increase the budget",
     )
+
+
+def _round_up(number: float) -> float:
+    """Round a positive number up to three significant digits: the nearest ones may be below it."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return math.ceil(number / unit) * unit
