@@ -16,6 +16,7 @@ from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
 from shardwright.architecture.attention_kernel import AttentionKernelName
 from shardwright.architecture.flop_count import (
     EXPERT_ROLES,
+    ModelFlops,
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
@@ -226,8 +227,12 @@ class ModelFacts:
         """
         saved = 2.0 * self._num_matmul_parameters if is_frozen else 0.0
         if tokens not in self._flops_per_token:
-            self._flops_per_token[tokens] = self.shape.count_flops_per_token(tokens)
+            self._flops_per_token[tokens] = self._model_flops.count_per_token(tokens)
         return self._flops_per_token[tokens] - saved
+
+    @cached_property
+    def _model_flops(self) -> ModelFlops:
+        return self.shape.count_flops()
 
     @cached_property
     def _num_matmul_parameters(self) -> float:
