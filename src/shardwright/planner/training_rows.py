@@ -185,12 +185,12 @@ def predict_rows(
     full_step = predictor.build_step(candidate)
     pipeline = full_step.pipeline
     step_of = {
-        each: full_step.with_rows(_resize(candidate, each), compute)
+        each: full_step.replace_rows(_resize(candidate, each), compute)
         for each in dict.fromkeys(micro_batches)
     }
     seconds_of = {each: _sum_stages(step) for each, step in step_of.items()}
     waiting_of = {
-        each: full_step.with_rows(
+        each: full_step.replace_rows(
             _slow_attention(predictor, step.costs.candidate, each.documents), compute
         )
         if each.documents

@@ -94,11 +94,13 @@ def test_a_pipeline_is_simulated_with_each_micro_batch() -> None:
     for lengths in ((512, 64), (64, 512)):
         real = predict_rows(predictor, candidate, build_rows(*lengths)).time
         of_a, of_b = (
-            step.with_rows(replace(candidate, sequence_length=length), LayerCompute())
+            step.replace_rows(replace(candidate, sequence_length=length), LayerCompute())
             for length in lengths
         )
-        a, sa = of_a.stage_seconds, of_a.send_seconds
-        b, sb = of_b.stage_seconds, of_b.send_seconds
+        a = of_a.stage_seconds
+        b = of_b.stage_seconds
+        sa = of_a.send_seconds
+        sb = of_b.send_seconds
         sent_a = a[0].forward + sa
         sent_b = max(a[0].forward + b[0].forward, sent_a) + sb
         back_a = sent_a + a[1].total

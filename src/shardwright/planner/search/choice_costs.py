@@ -43,7 +43,6 @@ from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import SimulationHistory
 from shardwright.planner.time.step_costs import LayerCompute, LayerCosts
 
-
 CompleteKey = tuple[Degrees, ExecutionChoice, ShardingChoice, tuple[str, int | None]]
 """All choices; the last one is the schedule with its virtual stages."""
 

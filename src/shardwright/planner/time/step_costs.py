@@ -241,7 +241,7 @@ class StepCosts:
             return self._layer_costs
         return LayerCosts(self.facts, self.candidate, self.rates, self.network)
 
-    def with_rows(self, candidate: Candidate, compute: LayerCompute) -> StepCosts:
+    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> StepCosts:
         """Return the costs of the same layout with rows of another length or other documents, which
         change no costs of weights. `compute` may have computed a part of them."""
         costs = copy(self)

@@ -45,7 +45,6 @@ from shardwright.planner.time.update_time import (
     has_one_pass_update,
 )
 
-
 Simulation = Callable[[PipelineStages, Sequence[StageSeconds], float], float]
 """(pipeline, seconds of one micro-batch on each kind of stage, seconds of a send) -> seconds of
 all passes."""
@@ -62,10 +61,10 @@ class StepTimes:
         self.pipeline = pipeline
         self._traffic = traffic or RankTraffic()
 
-    def with_rows(self, candidate: Candidate, compute: LayerCompute) -> StepTimes:
+    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> StepTimes:
         """Return the times of the same layout and stages with rows of another length or other
-        documents (`StepCosts.with_rows`)."""
-        return StepTimes(self.costs.with_rows(candidate, compute), self.pipeline, self._traffic)
+        documents (`StepCosts.replace_rows`)."""
+        return StepTimes(self.costs.replace_rows(candidate, compute), self.pipeline, self._traffic)
 
     @cached_property
     def stage_passes(self) -> list[StagePasses]:
