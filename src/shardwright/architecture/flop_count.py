@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from shardwright.architecture.parameter_spec import ParameterRole, ParameterSpec
 
@@ -100,3 +101,28 @@ def count_attention_flops_per_token(
     """
     factor = 6.0 if has_backward else 2.0
     return factor * (query_width + value_width) * compute_mean_visible_keys(sequence_length, window)
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Forward and backward FLOPs of a whole model, for rows of any length."""
+
+    matmul_flops_per_token: float
+    query_width: int
+    value_width: int
+    layers: tuple[tuple[int | None, bool], ...]
+    """Window of each layer's attention, and True if the layer has a backward pass."""
+
+    def count_per_token(self, sequence_length: int) -> float:
+        """Count the FLOPs per token of a causal sequence."""
+        attention_flops = {
+            (window, has_backward): count_attention_flops_per_token(
+                self.query_width,
+                self.value_width,
+                sequence_length,
+                window,
+                has_backward=has_backward,
+            )
+            for window, has_backward in set(self.layers)
+        }
+        return self.matmul_flops_per_token + sum(attention_flops[layer] for layer in self.layers)

@@ -7,8 +7,10 @@ that a run assigns (`layout.context_method`, `parallel.context.row_split`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from shardwright.layout.context_method import assign_chunks, count_chunks_by_work
@@ -47,17 +49,14 @@ def count_visible_keys(documents: Sequence[int], window: int | None, num_chunks:
     >>> count_visible_keys([3, 1], None, 2), count_visible_keys([4], 2, 2)
     ([3, 4], [3, 4])
     """
-    chunk_tokens = sum(documents) // num_chunks
-    keys = [0] * num_chunks
-    first = 0
-    for length in documents:
-        end = first + length
-        for chunk in range(first // chunk_tokens, -(-end // chunk_tokens)):
-            before = max(chunk * chunk_tokens, first) - first
-            upto = min((chunk + 1) * chunk_tokens, end) - first
-            keys[chunk] += _sum_visible(upto, window) - _sum_visible(before, window)
-        first = end
-    return keys
+    firsts = list(accumulate(documents, initial=0))
+    earlier = list(accumulate((_sum_visible(each, window) for each in documents), initial=0))
+    chunk_tokens = firsts[-1] // num_chunks
+    before_chunk = []
+    for token in range(0, firsts[-1] + 1, chunk_tokens):
+        document = bisect_right(firsts, token) - 1
+        before_chunk.append(earlier[document] + _sum_visible(token - firsts[document], window))
+    return [upto - before for before, upto in pairwise(before_chunk)]
 
 
 def _sum_visible(num_tokens: int, window: int | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import add
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from shardwright.architecture import LayerShape, ModelShape, ParameterSpec
 from shardwright.architecture.attention_kernel import AttentionKernelName
 from shardwright.architecture.flop_count import (
     EXPERT_ROLES,
+    ModelFlops,
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
@@ -99,11 +100,11 @@ class ParameterElements(NamedTuple):
 
     def add(self, other: ParameterElements) -> ParameterElements:
         """Return the sum."""
-        return ParameterElements._make(map(add, self, other))
+        return _make_elements(map(add, self, other))
 
     def multiply(self, count: float) -> ParameterElements:
         """Return `count` times the elements."""
-        return ParameterElements._make([elements * count for elements in self])
+        return _make_elements([elements * count for elements in self])
 
     def count_in_blocks(self, block_rows: int) -> float:
         """Return the elements of matrices whose ZeRO shards are whole blocks of so many rows."""
@@ -114,6 +115,10 @@ class ParameterElements(NamedTuple):
             128: self.in_blocks_128,
         }
         return by_rows[block_rows]
+
+
+_make_elements = partial(tuple.__new__, ParameterElements)
+"""As `ParameterElements._make`, in half of its time."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +231,12 @@ class ModelFacts:
         """
         saved = 2.0 * self._num_matmul_parameters if is_frozen else 0.0
         if tokens not in self._flops_per_token:
-            self._flops_per_token[tokens] = self.shape.count_flops_per_token(tokens)
+            self._flops_per_token[tokens] = self._model_flops.count_per_token(tokens)
         return self._flops_per_token[tokens] - saved
+
+    @cached_property
+    def _model_flops(self) -> ModelFlops:
+        return self.shape.count_flops()
 
     @cached_property
     def _num_matmul_parameters(self) -> float:

@@ -16,14 +16,11 @@ from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel
+from shardwright.planner.time.data_parallel_time import RankTraffic
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
-from shardwright.planner.time.pipeline_simulation import (
-    SimulationHistory,
-    StageSeconds,
-    simulate_pipeline,
-)
+from shardwright.planner.time.pipeline_simulation import simulate_pipeline
 from shardwright.planner.time.step_costs import LayerCompute, LayerCosts, StepCosts
-from shardwright.planner.time.step_time import Simulation, compute_stage_seconds, predict_time
+from shardwright.planner.time.step_time import Simulation, StepTimes
 from shardwright.planner.uncertainty import load_error_spreads
 
 
@@ -144,61 +141,40 @@ class Predictor:
         facts = _get_facts(self.facts, candidate)
         return predict_memory(facts, candidate, load, self.efficiency, persistent)
 
-    def bound_pass_seconds(
-        self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory
-    ) -> float:
-        """Return minimum seconds of a step's passes, from earlier simulations of the schedule.
-        0 if there are none."""
-        pipeline = self.get_pipeline_stages(candidate)
-        if not simulations.has_schedule(pipeline):
-            return 0.0
-        facts = _get_facts(self.facts, candidate)
+    def build_step(
+        self,
+        candidate: Candidate,
+        layer_costs: LayerCosts | None = None,
+        traffic: RankTraffic | None = None,
+    ) -> StepTimes:
+        """Build the times of the candidate's step. Pass `compute_layer_costs` and the traffic of
+        ranks if they are already known."""
         costs = StepCosts(
-            facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
+            _get_facts(self.facts, candidate),
+            candidate,
+            self.get_rates(candidate.precision),
+            self.network,
+            layer_costs,
         )
-        return simulations.compute_bound(pipeline, *compute_stage_seconds(costs, pipeline))
-
-    def bound_step_seconds(
-        self, candidate: Candidate, layer_costs: LayerCosts, simulations: SimulationHistory
-    ) -> float:
-        """Return minimum seconds of the whole step, from earlier simulations of the
-        schedule."""
-        facts = _get_facts(self.facts, candidate)
-        costs = StepCosts(
-            facts, candidate, self.get_rates(candidate.precision), self.network, layer_costs
-        )
-        pipeline = self.get_pipeline_stages(candidate)
-        return predict_time(costs, pipeline, simulations.compute_bound).step
-
-    def compute_stage_seconds(
-        self, candidate: Candidate, pipeline: PipelineStages
-    ) -> tuple[list[StageSeconds], float]:
-        """Compute the seconds of one micro-batch on each kind of stage, with the communication of
-        tp, cp and ep, and of a send to the next stage."""
-        facts = _get_facts(self.facts, candidate)
-        costs = StepCosts(facts, candidate, self.get_rates(candidate.precision), self.network)
-        return compute_stage_seconds(costs, pipeline)
+        return StepTimes(costs, self.get_pipeline_stages(candidate), traffic)
 
     def predict(
         self,
         candidate: Candidate,
         memory: MemoryParts | None = None,
-        layer_costs: LayerCosts | None = None,
+        step: StepTimes | None = None,
         simulation: Simulation = simulate_pipeline,
-        pipeline: PipelineStages | None = None,
     ) -> Prediction:
-        """Predict memory and time. Pass `compute_memory`, `compute_layer_costs` and
-        `get_pipeline_stages` if they are already known."""
-        pipeline = pipeline or self.get_pipeline_stages(candidate)
-        rates = self.get_rates(candidate.precision)
-        facts = _get_facts(self.facts, candidate)
-        costs = StepCosts(facts, candidate, rates, self.network, layer_costs)
+        """Predict memory and time. Pass `compute_memory` and `build_step` if they are already
+        known."""
+        step = step or self.build_step(candidate)
+        rates = step.costs.rates
         tokens = min(
             candidate.sequence_length, candidate.document_tokens or candidate.sequence_length
         )
         flops = self.facts.compute_flops_per_token(tokens, is_frozen=candidate.adapter is not None)
-        memory = memory or self.compute_memory(candidate, pipeline)
-        time = predict_time(costs, pipeline, simulation)
+        memory = memory or self.compute_memory(candidate, step.pipeline)
+        time = step.predict(simulation)
         return Prediction(
             candidate=candidate,
             num_gpus=candidate.layout.world_size,

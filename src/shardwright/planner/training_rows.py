@@ -25,6 +25,7 @@ from shardwright.placement.row_assignment import (
 )
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.context_loads import (
+    DocumentLengths,
     compute_attention_loads,
     compute_mean_load,
     count_context_work,
@@ -34,7 +35,9 @@ from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.result import SearchResult, recommend
 from shardwright.planner.time.pipeline import PipelineStages
-from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_micro_batches
+from shardwright.planner.time.pipeline_simulation import simulate_micro_batches
+from shardwright.planner.time.step_costs import LayerCompute
+from shardwright.planner.time.step_time import StepTimes
 from shardwright.plans import compute_row_multiple
 from shardwright.units import format_seconds
 
@@ -45,8 +48,6 @@ _MAX_MICRO_BATCHES = 512
 
 _PASSES = ("compute", "tensor", "context", "expert", "offload")
 """Parts of a step's time in which a rank computes its micro-batches."""
-_StageSeconds = tuple[Sequence[StageSeconds], float]
-"""Seconds of a micro-batch on each kind of stage, and of a send to the next stage."""
 
 
 class MicroBatchRows(NamedTuple):
@@ -158,11 +159,17 @@ class TrainingRows:
 
 
 def predict_rows(
-    predictor: Predictor, candidate: Candidate, rows: TrainingRows | None
+    predictor: Predictor,
+    candidate: Candidate,
+    rows: TrainingRows | None,
+    compute: LayerCompute | None = None,
 ) -> Prediction:
     """Predict the mean step of a candidate over real rows.
 
     The memory is that of full rows, which a step may have. Without rows, all are full.
+
+    Args:
+        compute: seconds of layers that predictions of other layouts have computed.
 
     Raises:
         ValueError: the rows are fewer than those of one step.
@@ -174,23 +181,27 @@ def predict_rows(
         raise ValueError(f"{len(rows.documents)} rows are fewer than one step needs")
     steps = [rows.list_micro_batches(candidate, step) for step in range(num_steps)]
     micro_batches = [each for step in steps for by_rank in step for each in by_rank]
-    pipeline = predictor.get_pipeline_stages(candidate)
-    stages_of = {
-        each: predictor.compute_stage_seconds(_resize(candidate, each), pipeline)
-        for each in set(micro_batches)
+    compute = compute or LayerCompute()
+    full_step = predictor.build_step(candidate)
+    pipeline = full_step.pipeline
+    step_of = {
+        each: full_step.replace_rows(_resize(candidate, each), compute)
+        for each in dict.fromkeys(micro_batches)
     }
-    seconds_of = {each: _sum_stages(pipeline, stages) for each, stages in stages_of.items()}
+    seconds_of = {each: _sum_stages(step) for each, step in step_of.items()}
     waiting_of = {
-        each: predictor.compute_stage_seconds(_slow_attention(predictor, candidate, each), pipeline)
+        each: full_step.replace_rows(
+            _slow_attention(predictor, step.costs.candidate, each.documents), compute
+        )
         if each.documents
-        else stages
-        for each, stages in stages_of.items()
+        else step
+        for each, step in step_of.items()
     }
     mean_seconds: float = fmean(seconds_of[each] for each in micro_batches)
     # A step of equal micro-batches has the traffic and the update of the mean one.
-    mean = min(set(micro_batches), key=lambda each: abs(seconds_of[each] - mean_seconds))
-    full = predictor.predict(candidate)
-    time = predictor.predict(_resize(candidate, mean), full.memory, pipeline=pipeline).time
+    mean = min(step_of, key=lambda each: abs(seconds_of[each] - mean_seconds))
+    full = predictor.predict(candidate, step=full_step)
+    time = step_of[mean].predict()
     scale = mean_seconds / seconds_of[mean]
     time = replace(
         time, **{name: getattr(time, name) * scale for name in (*_PASSES, "bubble", "reference")}
@@ -198,7 +209,7 @@ def predict_rows(
     if candidate.layout.pp > 1:
         time = _simulate_passes(time, pipeline, steps, waiting_of)
     else:
-        waits = {each: _sum_stages(pipeline, stages) for each, stages in waiting_of.items()}
+        waits = {each: _sum_stages(step) for each, step in waiting_of.items()}
         passes = fmean(
             _combine_passes(candidate, [[waits[each] for each in by_rank] for by_rank in step])
             for step in steps
@@ -222,17 +233,19 @@ def predict_rows(
     )
 
 
-def _sum_stages(pipeline: PipelineStages, stages: _StageSeconds) -> float:
+def _sum_stages(step: StepTimes) -> float:
     """Sum the seconds of a micro-batch over all stages."""
-    seconds, _ = stages
-    return sum(seconds[kind].total for kind in pipeline.partition.kind_of_stage)
+    seconds = [stage.total for stage in step.stage_seconds]
+    return sum(seconds[kind] for kind in step.pipeline.partition.kind_of_stage)
 
 
-def _slow_attention(predictor: Predictor, candidate: Candidate, rows: MicroBatchRows) -> Candidate:
-    """Return the candidate with a micro-batch whose context ranks wait, in every layer, for the one
-    with the most attention work."""
-    works = count_context_work(predictor.facts, candidate, rows.documents)
-    return replace(_resize(candidate, rows), attention_loads=compute_attention_loads(works))
+def _slow_attention(
+    predictor: Predictor, candidate: Candidate, documents: DocumentLengths
+) -> Candidate:
+    """Return the candidate with context ranks that wait, in every layer, for the one with the most
+    attention work."""
+    works = count_context_work(predictor.facts, candidate, documents)
+    return replace(candidate, attention_loads=compute_attention_loads(works))
 
 
 class ContextSplit(NamedTuple):
@@ -285,8 +298,9 @@ def order_by_rows(
     found = [*result.predictions]
     if result.chosen is not None and result.chosen not in found:
         found.append(result.chosen)
+    compute = LayerCompute()
     predictions = sorted(
-        (predict_rows(predictor, each.candidate, rows) for each in found),
+        (predict_rows(predictor, each.candidate, rows, compute) for each in found),
         key=lambda each: each.time.step,
     )
     return predictions, recommend(predictions)
@@ -300,7 +314,7 @@ def _simulate_passes(
     time: TimeParts,
     pipeline: PipelineStages,
     steps: Sequence[Sequence[Sequence[MicroBatchRows]]],
-    seconds_of: Mapping[MicroBatchRows, _StageSeconds],
+    step_of: Mapping[MicroBatchRows, StepTimes],
 ) -> TimeParts:
     """Return the time with the bubble of a pipeline's steps, and the waits of its data ranks.
 
@@ -310,7 +324,10 @@ def _simulate_passes(
     """
     ends = [
         [
-            simulate_micro_batches(pipeline, [seconds_of[each] for each in of_rank])
+            simulate_micro_batches(
+                pipeline,
+                [(step_of[each].stage_seconds, step_of[each].send_seconds) for each in of_rank],
+            )
             for of_rank in zip(*step, strict=True)
         ]
         for step in steps

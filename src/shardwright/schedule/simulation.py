@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, ActionKind, Schedule
@@ -149,8 +150,7 @@ def _list_step_times(
     times: ActionTimes | Sequence[ActionTimes] | Mapping[Action, float],
 ) -> tuple[list[float], list[float]]:
     """List the seconds of each step of the order, and of the message that it sends."""
-    rows = list(map(iter, schedule.rows))
-    actions = [next(rows[rank]) for _, rank, *_ in order.steps]
+    actions = _list_actions(schedule)
     if isinstance(times, Mapping):
         return [times[action] for action in actions], [0.0] * len(actions)
     if isinstance(times, ActionTimes):
@@ -167,6 +167,16 @@ def _list_step_times(
         ],
     )
 
+
+@lru_cache(maxsize=16)
+def _list_actions(schedule: Schedule) -> list[Action]:
+    """List the actions of the order. Cached for simulations of many steps, as predictions with the
+    rows of data need."""
+    rows = list(map(iter, schedule.rows))
+    return [next(rows[rank]) for _, rank, *_ in _build_execution_order(schedule).steps]
+
+
+_get_kind_and_stage = itemgetter(0, 1)
 
 _SLOT_OF_KIND: dict[ActionKind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
 
@@ -249,7 +259,7 @@ def _list_links(
     num_stages = schedule.num_stages
     num_micro_batches = schedule.num_micro_batches
     links = {}
-    for kind, stage in {(action.kind, action.stage) for action in schedule.rows[rank]}:
+    for kind, stage in set(map(_get_kind_and_stage, schedule.rows[rank])):
         first_input = first_output = channel = boundary = -1
         if kind != "W":
             step = 1 if kind == "F" else -1

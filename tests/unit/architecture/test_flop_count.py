@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.architecture import NormalInit, OnesInit, ZerosInit, read_config
+from shardwright.architecture import (
+    ModelShape,
+    NormalInit,
+    OnesInit,
+    ParameterSpec,
+    ZerosInit,
+    read_config,
+)
 from shardwright.architecture.flop_count import (
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
+from shardwright.planner.model_costs import ModelFacts
 from tests.reference.cases import CASES
 
 LLAMA3_8B = {
@@ -103,6 +111,26 @@ def test_flops_of_llama_3_8b_by_hand() -> None:
     matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     attention = 32 * 12 * 4096 * (8192 + 1) / 2
     assert shape.count_flops_per_token(8192) == pytest.approx(6 * matrices + attention, rel=1e-12)
+
+
+def test_matrices_are_counted_once_for_rows_of_all_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of real data have hundreds of lengths, and a large model thousands of parameters."""
+    shape = read_config(LLAMA3_8B)
+    lengths = range(100, 8192, 100)
+    expected = [shape.count_flops_per_token(length) for length in lengths]
+    facts = ModelFacts(shape)
+    calls = []
+    original = ModelShape.list_parameters
+
+    def count_calls(counted: ModelShape) -> tuple[ParameterSpec, ...]:
+        calls.append(counted)
+        return original(counted)
+
+    monkeypatch.setattr(ModelShape, "list_parameters", count_calls)
+    assert [facts.compute_flops_per_token(length) for length in lengths] == expected
+    assert 0 < len(calls) <= 2
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 8, 100])

@@ -88,6 +88,5 @@ def make_cluster(
 
 def compute_pass_seconds(predictor: Predictor, candidate: Candidate) -> float:
     """Return the seconds of a micro-batch through all stages."""
-    pipeline = predictor.get_pipeline_stages(candidate)
-    seconds, _ = predictor.compute_stage_seconds(candidate, pipeline)
-    return sum(seconds[kind].total for kind in pipeline.partition.kind_of_stage)
+    step = predictor.build_step(candidate)
+    return sum(step.stage_seconds[kind].total for kind in step.pipeline.partition.kind_of_stage)

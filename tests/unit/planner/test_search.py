@@ -306,7 +306,7 @@ def test_bounds_of_pipelines_hold_for_every_schedule(name: str) -> None:
                 seconds = scheduled.bounds.compute_seconds(layer_costs, steps)
                 schedule = (scheduled.name, scheduled.virtual_stages)
                 candidate = space.build_candidate(degrees, execution, schedule=schedule)
-                time = predictor.predict(candidate, layer_costs=layer_costs).time
+                time = predictor.build_step(candidate, layer_costs).predict()
                 assert seconds <= time.step * (1 + 1e-12)
                 by_schedule.append(seconds)
             assert pipelines.bounds.compute_seconds(layer_costs, steps) == min(by_schedule)
@@ -346,11 +346,11 @@ def test_bounds_of_memory_hold_on_the_first_or_the_last_rank(
             space.list_executions(degrees), space.list_shardings(degrees), pipelines.options
         ):
             schedule = (scheduled.name, scheduled.virtual_stages)
-            candidate = space.build_candidate(degrees, execution, sharding, schedule)
+            choice = costs.get_complete_choice(degrees, execution, sharding, schedule)
             activations = costs.get_activations(degrees, execution)
             first = scheduled.first_rank_load
             passes = tuple(first.num_in_flight * count for count in first.layers)
-            needed = costs.get_memory(candidate, 0).total
+            needed = costs.get_memory(choice, 0).total
             num_bytes = least + activations.compute_min_bytes(pipelines.num_passes, rows)
             assert reserve.add_to(degrees, num_bytes) <= needed
             num_bytes = costs.get_persistent_memory(degrees, first, sharding).total_at_loss
@@ -364,7 +364,7 @@ def test_bounds_of_memory_hold_on_the_first_or_the_last_rank(
                 deferred = costs.get_deferred_activations(degrees, execution)
                 num_bytes += deferred.compute_min_bytes(last)
                 bound = reserve.add_to(degrees, num_bytes)
-                assert bound <= costs.get_memory(candidate, degrees.pp - 1).total
+                assert bound <= costs.get_memory(choice, degrees.pp - 1).total
     assert nearest > min_share
 
 
@@ -523,10 +523,11 @@ def test_shared_costs_and_memory_are_those_of_each_candidate() -> None:
             key = (degrees.tp, degrees.cp, degrees.micro_batch_size, execution)
             dense_passes.setdefault(key, []).append(shared.layers[dense])
             for sharding in space.list_shardings(degrees):
-                candidate = space.build_candidate(degrees, execution, sharding)
-                load = predictor.get_pipeline_stages(candidate).build_rank_load(0)
-                memory = predictor.compute_rank_memory(candidate, load)
-                assert costs.get_memory(candidate, 0) == memory
+                choice = costs.get_complete_choice(degrees, execution, sharding, ("1f1b", None))
+                load = choice.pipeline.build_rank_load(0)
+                memory = predictor.compute_rank_memory(choice.candidate, load)
+                assert costs.get_memory(choice, 0) == memory
+                assert choice.step.predict() == predictor.build_step(choice.candidate).predict()
     assert any(len(passes) > 1 for passes in dense_passes.values())
     for passes in dense_passes.values():
         assert all(each is passes[0] for each in passes)

@@ -21,6 +21,7 @@ from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.time.compute import _count_masked_keys
+from shardwright.planner.time.step_costs import LayerCompute
 from shardwright.planner.training_rows import TrainingRows, order_by_rows, predict_rows
 from shardwright.plans import BatchPlan, compute_row_multiple
 from tests.unit.planner import models
@@ -86,21 +87,20 @@ def test_a_pipeline_is_simulated_with_each_micro_batch() -> None:
     """The formula of 1F1B with two stages and two micro-batches, for both orders."""
     predictor = build_predictor()
     candidate = Candidate(Layout(pp=2), LENGTH, 1, 2)
-    pipeline = predictor.get_pipeline_stages(candidate)
-    full = predictor.predict(candidate).time
+    step = predictor.build_step(candidate)
+    full = step.predict()
     rest = full.step - full.compute - full.bubble - full.pipeline
     found = []
     for lengths in ((512, 64), (64, 512)):
         real = predict_rows(predictor, candidate, build_rows(*lengths)).time
-        (a, b), (sa, sb) = zip(
-            *(
-                predictor.compute_stage_seconds(
-                    replace(candidate, sequence_length=length), pipeline
-                )
-                for length in lengths
-            ),
-            strict=True,
+        of_a, of_b = (
+            step.replace_rows(replace(candidate, sequence_length=length), LayerCompute())
+            for length in lengths
         )
+        a = of_a.stage_seconds
+        b = of_b.stage_seconds
+        sa = of_a.send_seconds
+        sb = of_b.send_seconds
         sent_a = a[0].forward + sa
         sent_b = max(a[0].forward + b[0].forward, sent_a) + sb
         back_a = sent_a + a[1].total

@@ -145,6 +145,8 @@ def get_layer_activations(
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Compute the bytes in addition to saved tensors where the last layer quantises operands,
     forward."""
+    if candidate.quantised_shares is None:
+        return 0.0
     layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
     return max(layer.quantising_bytes for layer in layers)
 

@@ -263,8 +263,8 @@ class _ChoiceSearch:
         activations = [get_layer_activations(facts, kind, chosen) for kind in facts.kinds]
         costs = self._predictor.compute_layer_costs(chosen)
         seconds = [
-            kind.count * layer[0].recompute
-            for kind, layer in zip(facts.kinds, costs.layers, strict=True)
+            kind.count * passes.seconds.recompute
+            for kind, passes in zip(facts.kinds, costs.layers, strict=True)
         ]
         per_rank = self._predictor.get_pipeline_stages(chosen).partition.layers_per_rank
         return RecomputeChoice(

@@ -81,7 +81,7 @@ def _compute_kind_levels(
     for slot, kind in enumerate(base.kinds):
         first_layer = base.slot_of_layer.index(slot)
         own = facts.slot_of_layer[first_layer]
-        seconds, forward, backward = costs.layers[own]
+        seconds, forward, backward, *_ = costs.layers[own]
         saved = get_layer_activations(facts, facts.kinds[own], candidate).saved_bytes
         if has_saved_casts(candidate, facts.kinds[own]):
             saved += cast_bytes * elements[own].local_matrices

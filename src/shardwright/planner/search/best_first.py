@@ -25,8 +25,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import MinReserve, compute_overhead
@@ -35,7 +33,6 @@ from shardwright.planner.search.choice_queue import ChoiceQueue
 from shardwright.planner.search.result import (
     LayoutTable,
     SearchResult,
-    build_layout_key,
 )
 from shardwright.planner.search.space import (
     Degrees,
@@ -43,8 +40,12 @@ from shardwright.planner.search.space import (
     SearchSpace,
     ShardingChoice,
 )
-from shardwright.planner.search.state import PartialChoice, PipelineOptions, ScheduleOption
-from shardwright.planner.time.step_costs import LayerCosts
+from shardwright.planner.search.state import (
+    CompleteChoice,
+    PartialChoice,
+    PipelineOptions,
+    ScheduleOption,
+)
 
 MAX_EXTRA_EXPANSIONS = 175
 """Choices expanded for the rest of the table after the fastest is known. After that, only
@@ -257,9 +258,7 @@ class _LayoutSearch:
         pipelines = self.costs.get_pipeline_options(degrees)
         if pipelines is None:
             return False
-        persistent_bytes = self.costs.compute_min_persistent_bytes(
-            degrees, pipelines.first_rank_load
-        )
+        persistent_bytes = self.costs.get_min_persistent_bytes(degrees, pipelines)
         # Often too much without activations, which take longer to compute.
         if not self._has_capacity_for_live(degrees, persistent_bytes):
             return False
@@ -278,9 +277,7 @@ class _LayoutSearch:
             return
         # The first rank's minimum over schedules with everything sharded, before the individual
         # options.
-        persistent_bytes = self.costs.compute_min_persistent_bytes(
-            degrees, pipelines.first_rank_load
-        )
+        persistent_bytes = self.costs.get_min_persistent_bytes(degrees, pipelines)
         for execution in self.space.list_executions(degrees):
             activations = self.costs.get_activations(degrees, execution)
             min_bytes = activations.compute_min_bytes(
@@ -290,7 +287,7 @@ class _LayoutSearch:
                 costs = self.costs.get_layer_costs(degrees, execution)
                 seconds = pipelines.bounds.compute_seconds(costs, degrees.accumulation_steps)
                 choice = PartialChoice(
-                    degrees, execution, pipelines, costs, activations, min_bytes, seconds, []
+                    degrees, execution, pipelines, costs, activations, min_bytes, seconds
                 )
                 self._queue.push(
                     self._add_overhead(seconds), degrees, _LayoutSearch._expand_execution, (choice,)
@@ -304,12 +301,9 @@ class _LayoutSearch:
             return
         bounds = chosen.pipelines.bounds
         longest = bounds.compute_longest_passes(chosen.costs)
-        for sharding in self.space.list_shardings(degrees):
+        for sharding, persistent_bytes in self.costs.list_sharding_bytes(degrees, chosen.pipelines):
             if self._is_proven(degrees, sharding):
                 continue
-            persistent_bytes = self.costs.get_persistent_memory(
-                degrees, chosen.pipelines.first_rank_load, sharding
-            ).total_at_loss
             if not self._has_capacity_for_live(
                 degrees, persistent_bytes + chosen.min_activation_bytes
             ):
@@ -353,11 +347,11 @@ class _LayoutSearch:
         degrees = chosen.degrees
         if self._is_proven(degrees, sharding):
             return
-        for scheduled, pass_seconds, activation_bytes in chosen.list_schedules():
-            persistent = self.costs.get_persistent_memory(
-                degrees, scheduled.first_rank_load, sharding
-            )
-            if self._has_capacity_for_live(degrees, persistent.total_at_loss + activation_bytes):
+        persistent = self.costs.list_schedule_bytes(degrees, sharding, chosen.pipelines)
+        for (scheduled, pass_seconds, activation_bytes), persistent_bytes in zip(
+            chosen.schedules, persistent, strict=True
+        ):
+            if self._has_capacity_for_live(degrees, persistent_bytes + activation_bytes):
                 self._queue.push(
                     self._add_overhead(pass_seconds + weight_seconds + exposed_seconds),
                     degrees,
@@ -375,73 +369,72 @@ class _LayoutSearch:
         exposed_seconds: float,
     ) -> None:
         if self._is_proven(chosen.degrees, sharding) or not self._has_capacity_for_deferred(
-            chosen, sharding, scheduled.deferring_rank_load
+            chosen, sharding, scheduled
         ):
             return
         schedule = (scheduled.name, scheduled.virtual_stages)
-        candidate = self.space.build_candidate(chosen.degrees, chosen.execution, sharding, schedule)
-        if self.problem.is_allowed is not None and not self.problem.is_allowed(candidate):
+        choice = self.costs.get_complete_choice(
+            chosen.degrees, chosen.execution, sharding, schedule
+        )
+        if self.problem.is_allowed is not None and not self.problem.is_allowed(choice.candidate):
             return
-        if candidate.layout.pp > 1 and not self._has_capacity_for(
-            self.costs.get_memory(candidate, 0).total
-        ):
+        has_pipeline = choice.pipeline.num_ranks > 1
+        if has_pipeline and not self._has_capacity_for(self.costs.get_memory(choice, 0).total):
             return
-        if candidate.layout.pp > 1 and self._queue:
+        if has_pipeline and self._queue:
             # Earlier simulations of the schedule may prove that other choices come first.
-            seconds = self._add_overhead(
-                self.predictor.bound_pass_seconds(candidate, chosen.costs, self.costs.simulations)
-                + exposed_seconds
-            )
+            seconds = self._add_overhead(self._bound_pass_seconds(choice) + exposed_seconds)
             if seconds > self._queue.first[0]:
-                self._queue.push(
-                    seconds,
-                    chosen.degrees,
-                    _LayoutSearch._expand_candidate,
-                    (chosen.degrees, candidate, chosen.costs),
-                )
+                self._queue.push(seconds, chosen.degrees, _LayoutSearch._expand_choice, (choice,))
                 return
-        self._expand_candidate(chosen.degrees, candidate, chosen.costs)
+        self._expand_choice(choice)
+
+    def _bound_pass_seconds(self, choice: CompleteChoice) -> float:
+        """Return minimum seconds of the passes, from earlier simulations of the schedule. 0 if
+        there are none."""
+        if not self.costs.simulations.has_schedule(choice.pipeline):
+            return 0.0
+        step = choice.step
+        return self.costs.simulations.compute_bound(
+            choice.pipeline, step.stage_seconds, step.send_seconds
+        )
 
     def _has_capacity_for_deferred(
-        self, chosen: PartialChoice, sharding: ShardingChoice, load: StageLoad | None
+        self, chosen: PartialChoice, sharding: ShardingChoice, scheduled: ScheduleOption
     ) -> bool:
         """Return True if the passes of a rank that wait for gradients of weights may fit."""
+        degrees = chosen.degrees
+        load = scheduled.deferring_rank_load
         if load is None:
             return True
-        persistent = self.costs.get_persistent_memory(chosen.degrees, load, sharding)
-        activations = self.costs.get_deferred_activations(chosen.degrees, chosen.execution)
-        num_bytes = persistent.total_at_loss + activations.compute_min_bytes(load)
-        return self._has_capacity_for_live(chosen.degrees, num_bytes)
+        persistent = self.costs.get_persistent_memory(degrees, load, sharding)
+        activations = self.costs.compute_deferring_bytes(degrees, chosen.execution, scheduled)
+        return self._has_capacity_for_live(degrees, persistent.total_at_loss + activations)
 
-    def _expand_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
-        if build_layout_key(candidate) in self._table.proven:
+    def _expand_choice(self, choice: CompleteChoice) -> None:
+        if self._is_proven(choice.degrees, choice.sharding):
             return
-        if self._queue and self.costs.simulations.has_schedule(
-            self.predictor.get_pipeline_stages(candidate)
-        ):
-            seconds = self.predictor.bound_step_seconds(candidate, costs, self.costs.simulations)
+        if self._queue and self.costs.simulations.has_schedule(choice.pipeline):
+            seconds = choice.step.predict(self.costs.simulations.compute_bound).step
             if seconds > self._queue.first[0]:
-                self._queue.push(
-                    seconds,
-                    degrees,
-                    _LayoutSearch._predict_candidate,
-                    (degrees, candidate, costs),
-                )
+                self._queue.push(seconds, choice.degrees, _LayoutSearch._predict_choice, (choice,))
                 return
-        self._predict_candidate(degrees, candidate, costs)
+        self._predict_choice(choice)
 
-    def _predict_candidate(self, degrees: Degrees, candidate: Candidate, costs: LayerCosts) -> None:
-        if build_layout_key(candidate) in self._table.proven:
+    def _predict_choice(self, choice: CompleteChoice) -> None:
+        if self._is_proven(choice.degrees, choice.sharding):
             return
-        memory = self.costs.find_largest_memory(candidate, self.capacity_bytes)
+        memory = self.costs.find_largest_memory(choice, self.capacity_bytes)
         if not self._has_capacity_for(memory.total):
             return
         self.result.num_predicted += 1
         prediction = self.predictor.predict(
-            candidate, memory, costs, self.costs.simulations.simulate
+            choice.candidate, memory, choice.step, self.costs.simulations.simulate
         )
         self._table.add(prediction)
-        self._queue.push(prediction.time.step, degrees, _LayoutSearch._record_proven, (prediction,))
+        self._queue.push(
+            prediction.time.step, choice.degrees, _LayoutSearch._record_proven, (prediction,)
+        )
 
     def _record_proven(self, prediction: Prediction) -> None:
         """Record a prediction that precedes everything left in the queue: the best of its

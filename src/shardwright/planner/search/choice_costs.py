@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
@@ -30,18 +29,22 @@ from shardwright.planner.search.space import (
     PlanningProblem,
     SearchSpace,
     ShardingChoice,
-    get_choices,
 )
 from shardwright.planner.search.state import (
+    CompleteChoice,
     DeferredActivations,
     PipelineOptions,
     RowActivations,
     ScheduleOption,
     build_pipeline_options,
 )
+from shardwright.planner.time.data_parallel_time import RankTraffic
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import SimulationHistory
 from shardwright.planner.time.step_costs import LayerCompute, LayerCosts
+
+CompleteKey = tuple[Degrees, ExecutionChoice, ShardingChoice, tuple[str, int | None]]
+"""All choices; the last one is the schedule with its virtual stages."""
 
 
 class ChoiceCosts:
@@ -67,7 +70,12 @@ class ChoiceCosts:
         self._bounds: dict[PipelineKey, PipelineBoundModel] = {}
         self._smallest_executions: dict[tuple[int, int], list[ExecutionChoice]] = {}
         self._variant_bounds: dict[tuple[object, ...], PipelinesBoundModel] = {}
-        self._memory: dict[tuple[Candidate, int], MemoryParts] = {}
+        self._complete: dict[CompleteKey, CompleteChoice] = {}
+        self._traffic: dict[tuple[object, ...], RankTraffic] = {}
+        self._min_persistent_bytes: dict[Degrees, float] = {}
+        self._sharding_bytes: dict[Degrees, list[tuple[ShardingChoice, float]]] = {}
+        self._schedule_bytes: dict[tuple[Degrees, ShardingChoice], list[float]] = {}
+        self._deferring_bytes: dict[tuple[object, ...], float] = {}
 
     def get_pipeline_options(self, degrees: Degrees) -> PipelineOptions | None:
         """Return the schedules that can run, None if there are none."""
@@ -149,29 +157,57 @@ class ChoiceCosts:
             return (*key, degrees.pp, degrees.accumulation_steps)
         return key
 
-    def get_memory(self, candidate: Candidate, rank: int) -> MemoryParts:
-        """Return the cached memory of one rank of a candidate's pipeline, with the persistent one
-        that other candidates share."""
-        key = (candidate, rank)
-        memory = self._memory.get(key)
+    def get_complete_choice(
+        self,
+        degrees: Degrees,
+        execution: ExecutionChoice,
+        sharding: ShardingChoice,
+        schedule: tuple[str, int | None],
+    ) -> CompleteChoice:
+        """Return the cached consequences of all choices."""
+        key = (degrees, execution, sharding, schedule)
+        choice = self._complete.get(key)
+        if choice is None:
+            choice = self._complete[key] = CompleteChoice(
+                self.predictor,
+                degrees,
+                sharding,
+                self.space.build_candidate(degrees, execution, sharding, schedule),
+                self.get_layer_costs(degrees, execution),
+                self._get_traffic(key),
+            )
+        return choice
+
+    def _get_traffic(self, choices: CompleteKey) -> RankTraffic:
+        """Return the cached traffic of ranks, which does not depend on the micro-batch and its
+        execution, unless ranks gather codes."""
+        degrees, _, sharding, schedule = choices
+        is_shared = self.problem.template.quantised_shares is None
+        key = (degrees[:5], sharding, schedule) if is_shared else choices
+        return self._traffic.setdefault(key, RankTraffic())
+
+    def get_memory(self, choice: CompleteChoice, rank: int) -> MemoryParts:
+        """Return the cached memory of one rank of a pipeline, with the persistent one that other
+        choices share."""
+        memory = choice.memory_of_rank.get(rank)
         if memory is None:
-            degrees, sharding = get_choices(candidate)
-            load = self.predictor.get_pipeline_stages(candidate).build_rank_load(rank)
-            memory = self._memory[key] = self.predictor.compute_rank_memory(
-                candidate, load, self.get_persistent_memory(degrees, load, sharding)
+            load = choice.pipeline.build_rank_load(rank)
+            memory = choice.memory_of_rank[rank] = self.predictor.compute_rank_memory(
+                choice.candidate,
+                load,
+                self.get_persistent_memory(choice.degrees, load, choice.sharding),
             )
         return memory
 
-    def find_largest_memory(self, candidate: Candidate, capacity_bytes: float) -> MemoryParts:
+    def find_largest_memory(self, choice: CompleteChoice, capacity_bytes: float) -> MemoryParts:
         """Return the memory of the rank that needs the most, or of one that needs more than the
         capacity."""
-        pipeline = self.predictor.get_pipeline_stages(candidate)
         # The first rank had enough. The last one often has not: it has the head.
-        last = self.get_memory(candidate, pipeline.num_ranks - 1)
+        last = self.get_memory(choice, choice.pipeline.num_ranks - 1)
         by_rank = [last]
         if last.total <= capacity_bytes:
-            for rank in pipeline.fullest_ranks:
-                by_rank.append(self.get_memory(candidate, rank))
+            for rank in choice.pipeline.fullest_ranks:
+                by_rank.append(self.get_memory(choice, rank))
                 if by_rank[-1].total > capacity_bytes:
                     break
         return max(by_rank[1:] or by_rank, key=lambda memory: memory.total)
@@ -245,6 +281,58 @@ class ChoiceCosts:
                 self.facts, self.space.build_candidate(degrees, ANY_EXECUTION, sharding), load
             )
         return memory
+
+    def list_sharding_bytes(
+        self, degrees: Degrees, pipelines: PipelineOptions
+    ) -> list[tuple[ShardingChoice, float]]:
+        """List the shardings with the least bytes at a loss of the first rank's persistent memory
+        over schedules."""
+        found = self._sharding_bytes.get(degrees)
+        if found is None:
+            load = pipelines.first_rank_load
+            found = self._sharding_bytes[degrees] = [
+                (sharding, self.get_persistent_memory(degrees, load, sharding).total_at_loss)
+                for sharding in self.space.list_shardings(degrees)
+            ]
+        return found
+
+    def list_schedule_bytes(
+        self, degrees: Degrees, sharding: ShardingChoice, pipelines: PipelineOptions
+    ) -> list[float]:
+        """List the bytes at a loss of the first rank's persistent memory under each schedule."""
+        key = (degrees, sharding)
+        found = self._schedule_bytes.get(key)
+        if found is None:
+            found = self._schedule_bytes[key] = [
+                self.get_persistent_memory(
+                    degrees, scheduled.first_rank_load, sharding
+                ).total_at_loss
+                for scheduled in pipelines.options
+            ]
+        return found
+
+    def compute_deferring_bytes(
+        self, degrees: Degrees, execution: ExecutionChoice, scheduled: ScheduleOption
+    ) -> float:
+        """Compute the least activation bytes of the rank that defers most."""
+        key = (degrees, execution, scheduled.name, scheduled.virtual_stages)
+        num_bytes = self._deferring_bytes.get(key)
+        if num_bytes is None:
+            assert scheduled.deferring_rank_load is not None
+            activations = self.get_deferred_activations(degrees, execution)
+            num_bytes = self._deferring_bytes[key] = activations.compute_min_bytes(
+                scheduled.deferring_rank_load
+            )
+        return num_bytes
+
+    def get_min_persistent_bytes(self, degrees: Degrees, pipelines: PipelineOptions) -> float:
+        """Return the cached `compute_min_persistent_bytes` of the first rank over schedules."""
+        num_bytes = self._min_persistent_bytes.get(degrees)
+        if num_bytes is None:
+            num_bytes = self._min_persistent_bytes[degrees] = self.compute_min_persistent_bytes(
+                degrees, pipelines.first_rank_load
+            )
+        return num_bytes
 
     def compute_min_persistent_bytes(self, degrees: Degrees, load: StageLoad) -> float:
         """Compute the least bytes at a loss of a rank's persistent memory over ZeRO stages."""

@@ -238,21 +238,6 @@ class SearchSpace:
         )
 
 
-def get_choices(candidate: Candidate) -> tuple[Degrees, ShardingChoice]:
-    """Return the degrees and the sharding from which a candidate was built."""
-    layout = candidate.layout
-    degrees = Degrees(
-        layout.pp,
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.data_ranks,
-        candidate.micro_batch_size,
-        candidate.gradient_accumulation_steps,
-    )
-    return degrees, ShardingChoice(layout.zero_stage, layout.dp_replicate)
-
-
 def _copy_with(template: T, **changes: Any) -> T:
     """As `replace`, of a frozen dataclass without `__post_init__`, in a tenth of its time: a search
     builds tens of thousands of candidates."""

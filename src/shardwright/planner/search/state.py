@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.prediction import MemoryParts
+from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.bounds import (
     PipelineBoundModel,
     PipelineKey,
     PipelinesBoundModel,
 )
-from shardwright.planner.search.space import Degrees, ExecutionChoice
+from shardwright.planner.search.space import Degrees, ExecutionChoice, ShardingChoice
+from shardwright.planner.time.data_parallel_time import RankTraffic
 from shardwright.planner.time.step_costs import LayerCosts
+from shardwright.planner.time.step_time import StepTimes
 
 
 class ScheduleOption(NamedTuple):
@@ -81,7 +88,8 @@ class PipelineOptions(NamedTuple):
     """Minimum number of passes through layers of each kind that the first rank saves."""
 
 
-class PartialChoice(NamedTuple):
+@dataclass
+class PartialChoice:
     """Choices 1 and 2 with their consequences: costs and bytes of a micro-batch, the minimum
     activation bytes of the first rank, and the minimum seconds of the passes over all schedules."""
 
@@ -92,27 +100,53 @@ class PartialChoice(NamedTuple):
     activations: RowActivations
     min_activation_bytes: float
     min_seconds: float
-    schedules: list[tuple[ScheduleOption, float, float]]
-    """Those of `list_schedules`, once computed."""
 
-    def list_schedules(self) -> list[tuple[ScheduleOption, float, float]]:
-        """List the schedules with the minimum seconds of their passes, and the minimum activation
-        bytes of the first rank."""
-        if not self.schedules:
-            seconds: dict[PipelineKey, float] = {}
-            for scheduled in self.pipelines.options:
-                bounds = scheduled.bounds
-                if bounds.key not in seconds:
-                    seconds[bounds.key] = bounds.compute_seconds(
-                        self.costs, self.degrees.accumulation_steps
-                    )
-                load = scheduled.first_rank_load
-                passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
-                num_bytes = self.activations.compute_min_bytes(
-                    passes, self.degrees.micro_batch_size
+    @cached_property
+    def schedules(self) -> list[tuple[ScheduleOption, float, float]]:
+        """The schedules with the minimum seconds of their passes, and the minimum activation bytes
+        of the first rank."""
+        found = []
+        seconds: dict[PipelineKey, float] = {}
+        for scheduled in self.pipelines.options:
+            bounds = scheduled.bounds
+            if bounds.key not in seconds:
+                seconds[bounds.key] = bounds.compute_seconds(
+                    self.costs, self.degrees.accumulation_steps
                 )
-                self.schedules.append((scheduled, seconds[bounds.key], num_bytes))
-        return self.schedules
+            load = scheduled.first_rank_load
+            passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
+            num_bytes = self.activations.compute_min_bytes(passes, self.degrees.micro_batch_size)
+            found.append((scheduled, seconds[bounds.key], num_bytes))
+        return found
+
+
+class CompleteChoice:
+    """All choices, with the memory of ranks and the times of a step, each computed on first use and
+    shared by the searches of one problem."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        degrees: Degrees,
+        sharding: ShardingChoice,
+        candidate: Candidate,
+        layer_costs: LayerCosts,
+        traffic: RankTraffic,
+    ) -> None:
+        self.degrees = degrees
+        self.sharding = sharding
+        self.candidate = candidate
+        self.pipeline = predictor.get_pipeline_stages(candidate)
+        self.memory_of_rank: dict[int, MemoryParts] = {}
+        """Those of `ChoiceCosts.get_memory`."""
+        self._predictor = predictor
+        self._layer_costs = layer_costs
+        self._traffic = traffic
+
+    @cached_property
+    def step(self) -> StepTimes:
+        """Times of a step."""
+        return self._predictor.build_step(self.candidate, self._layer_costs, self._traffic)
 
 
 def build_pipeline_options(

@@ -67,24 +67,23 @@ def count_first_elements(costs: StepCosts, load: StageLoad) -> float:
     return layers.local / num_layers + load.has_embedding * embedding.local
 
 
-def compute_data_seconds(
-    costs: StepCosts, load: StageLoad, forward_seconds: float, backward_seconds: float
-) -> tuple[float, float]:
-    """Compute the seconds of data-parallel communication in a step: exposed, and overlapped
-    with compute.
+class RankTraffic:
+    """Cached data-parallel communication and numbers of updated parameters of ranks, by load: of
+    candidates that do not differ in what both depend on."""
 
-    Forward passes overlap with gathers, backward passes with gathers and reductions. The first
-    gather and the last reduction are exposed.
-    """
-    candidate = costs.candidate
-    return overlap_traffic(
-        candidate,
-        costs.network,
-        compute_rank_traffic(costs, load),
-        candidate.gradient_accumulation_steps,
-        forward_seconds,
-        backward_seconds,
-    )
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], tuple[DataTraffic, float]] = {}
+
+    def get(self, costs: StepCosts, load: StageLoad) -> tuple[DataTraffic, float]:
+        """Return `compute_rank_traffic` and `count_updated_elements`."""
+        key = (load.layers, load.has_embedding, load.has_head)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = (
+                compute_rank_traffic(costs, load),
+                count_updated_elements(costs, load),
+            )
+        return found
 
 
 def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwright.layout import Layout
@@ -70,18 +72,41 @@ class StagePasses(NamedTuple):
         )
 
 
-LayerPasses = tuple[LayerSeconds, LayerTraffic, LayerTraffic]
-"""Compute of a layer, with the host's delay, and its communication forward and backward."""
+class LayerPasses(NamedTuple):
+    """Compute of a layer, with the host's delay, and its communication forward and backward."""
+
+    seconds: LayerSeconds
+    traffic_forward: LayerTraffic
+    traffic_backward: LayerTraffic
+    forward_seconds: float
+    """Seconds of the forward pass, with exposed communication and the slowdown by overlapped
+    communication."""
+    pass_seconds: float
+    """The same of both passes."""
+
+
+def _combine_passes(
+    seconds: LayerSeconds, forward: LayerTraffic, backward: LayerTraffic, contention: float
+) -> LayerPasses:
+    seconds = seconds.apply_host_delay(forward.exposed, backward.exposed)
+    forward_seconds = seconds.forward + forward.exposed + contention * forward.hidden
+    backward_seconds = (
+        seconds.total - seconds.forward + backward.exposed + contention * backward.hidden
+    )
+    return LayerPasses(
+        seconds, forward, backward, forward_seconds, forward_seconds + backward_seconds
+    )
 
 
 class LayerCompute:
     """Cached seconds of layers, and of embedding and head: of candidates that differ in layout,
-    micro-batch and recomputation (not `mixed`) only."""
+    micro-batch, rows, recomputation (not `mixed`), chunks of the loss and settings of weights
+    only."""
 
     def __init__(self) -> None:
         self._layers: dict[tuple[object, ...], LayerSeconds] = {}
         self._passes: dict[tuple[object, ...], LayerPasses] = {}
-        self._ends: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._ends: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def get_layer_passes(
         self,
@@ -102,6 +127,9 @@ class LayerCompute:
                 layout.tp,
                 layout.cp,
                 candidate.micro_batch_size,
+                candidate.sequence_length,
+                candidate.document_tokens,
+                candidate.attention_loads,
                 candidate.recompute,
                 layout.sequence_parallel,
                 layout.cp_method,
@@ -110,7 +138,7 @@ class LayerCompute:
                 return self._passes[key]
         seconds = self.get_layer_seconds(facts, kind, candidate, rates)
         forward, backward = compute_layer_traffic(facts, kind, candidate, network, groups, seconds)
-        passes = (seconds.apply_host_delay(forward.exposed, backward.exposed), forward, backward)
+        passes = _combine_passes(seconds, forward, backward, network.efficiency.contention)
         if key is not None:
             self._passes[key] = passes
         return passes
@@ -127,6 +155,9 @@ class LayerCompute:
             layout.cp,
             layout.ep if kind.shape.sparse else 1,
             candidate.micro_batch_size,
+            candidate.sequence_length,
+            candidate.document_tokens,
+            candidate.attention_loads,
             candidate.recompute,
             layout.sequence_parallel,
             choose_planned_kernel(facts, candidate, kind.shape.window),
@@ -140,7 +171,13 @@ class LayerCompute:
         self, facts: ModelFacts, candidate: Candidate, rates: DeviceRates
     ) -> tuple[float, float]:
         """Return `compute_end_seconds`."""
-        key = (candidate.layout.tp, candidate.layout.cp, candidate.micro_batch_size)
+        key = (
+            candidate.layout.tp,
+            candidate.layout.cp,
+            candidate.micro_batch_size,
+            candidate.sequence_length,
+            candidate.loss_chunk_tokens,
+        )
         seconds = self._ends.get(key)
         if seconds is None:
             seconds = self._ends[key] = compute_end_seconds(facts, candidate, rates)
@@ -170,41 +207,9 @@ class LayerCosts:
         self.end_forward_seconds, self.end_backward_seconds = compute_end_traffic(
             facts, candidate, network, groups
         )
-        per_layer = [
-            kind.count * seconds.total
-            for kind, (seconds, _, _) in zip(facts.kinds, self.layers, strict=True)
-        ]
-        self.compute_seconds = sum(per_layer) + self.embedding_seconds + self.head_seconds
-        """Compute seconds of a micro-batch through the whole model."""
-        exposed = (
-            kind.count * (forward.exposed + backward.exposed)
-            for kind, (_, forward, backward) in zip(facts.kinds, self.layers, strict=True)
-        )
-        self.total_seconds = (
-            self.compute_seconds
-            + sum(exposed)
-            + (
-                self.end_forward_seconds + self.end_backward_seconds
-                if candidate.layout.tp > 1
-                else 0.0
-            )
-        )
-        """The same with the communication of tp, cp and ep."""
-        contention = network.efficiency.contention
-        self.forward_seconds = tuple(
-            seconds.forward + forward_traffic.exposed + contention * forward_traffic.hidden
-            for seconds, forward_traffic, _ in self.layers
-        )
-        backward_seconds = (
-            seconds.total
-            - seconds.forward
-            + backward_part.exposed
-            + contention * backward_part.hidden
-            for seconds, _, backward_part in self.layers
-        )
-        self.pass_seconds = tuple(map(float.__add__, self.forward_seconds, backward_seconds))
-        """Seconds of forward and backward of a layer of each kind, with exposed communication
-        and the slowdown by overlapped communication."""
+        self.forward_seconds = tuple([passes.forward_seconds for passes in self.layers])
+        self.pass_seconds = tuple([passes.pass_seconds for passes in self.layers])
+        """Those of a layer of each kind."""
 
 
 class StepCosts:
@@ -229,12 +234,20 @@ class StepCosts:
         )
         self.weight_seconds = [self._compute_weight_seconds(kind) for kind in facts.kinds]
 
-    @property
+    @cached_property
     def layer_costs(self) -> LayerCosts:
         """Costs of the layers, computed on first use."""
-        if self._layer_costs is None:
-            self._layer_costs = LayerCosts(self.facts, self.candidate, self.rates, self.network)
-        return self._layer_costs
+        if self._layer_costs is not None:
+            return self._layer_costs
+        return LayerCosts(self.facts, self.candidate, self.rates, self.network)
+
+    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> StepCosts:
+        """Return the costs of the same layout with rows of another length or other documents, which
+        change no costs of weights. `compute` may have computed a part of them."""
+        costs = copy(self)
+        costs.candidate = candidate
+        costs.layer_costs = LayerCosts(self.facts, candidate, self.rates, self.network, compute)
+        return costs
 
     def _compute_weight_seconds(self, kind: LayerKind) -> tuple[float, float]:
         """Compute the seconds of moving and quantising a layer's weights in a micro-batch, forward
@@ -256,19 +269,21 @@ class StepCosts:
         forward = backward = weights = 0.0
         traffic_forward = traffic_backward = NO_TRAFFIC
         costs = self.layer_costs
-        for (seconds, layer_forward, layer_backward), weight_seconds, count in zip(
+        for passes, weight_seconds, count in zip(
             costs.layers, self.weight_seconds, layers, strict=True
         ):
             if count:
+                seconds, layer_forward, layer_backward, *_ = passes
                 forward += count * (seconds.forward + weight_seconds[0])
                 backward += count * (seconds.backward + seconds.recompute + weight_seconds[1])
                 weights += count * seconds.weight_gradient
                 if layer_forward is not NO_TRAFFIC:
-                    waits = self.pipeline_wait.multiply(count)
-                    traffic_forward = traffic_forward.add(layer_forward.multiply(count)).add(waits)
-                    traffic_backward = traffic_backward.add(layer_backward.multiply(count)).add(
-                        waits
-                    )
+                    traffic_forward = traffic_forward.add(layer_forward.multiply(count))
+                    traffic_backward = traffic_backward.add(layer_backward.multiply(count))
+                    if self.pipeline_wait.tensor:
+                        waits = self.pipeline_wait.multiply(count)
+                        traffic_forward = traffic_forward.add(waits)
+                        traffic_backward = traffic_backward.add(waits)
         if has_embedding:
             forward += costs.embedding_seconds / 2
             backward += costs.embedding_seconds / 2
@@ -308,9 +323,10 @@ class StepCosts:
         cast_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
         elements = self.facts.count_elements(candidate.layout).layers
         forward = backward = 0.0
-        for kind, (seconds, forward_traffic, backward_traffic), layer, count in zip(
+        for kind, passes, layer, count in zip(
             self.facts.kinds, self.layer_costs.layers, elements, layers, strict=True
         ):
+            seconds, forward_traffic, backward_traffic, *_ = passes
             activations = get_layer_activations(self.facts, kind, candidate)
             weights = compute_moved_weights(
                 self.facts, candidate, tuple(int(slot == kind.slot) for slot in range(len(layers)))

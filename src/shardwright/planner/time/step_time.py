@@ -8,6 +8,8 @@ communication overlaps with the compute of a stage as far as it fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 from math import log2
 
 from shardwright.planner.candidate import Candidate
@@ -27,15 +29,15 @@ from shardwright.planner.offload_costs import (
 from shardwright.planner.prediction import TimeParts
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.data_parallel_time import (
-    compute_data_seconds,
+    RankTraffic,
     compute_rank_traffic,
     count_first_elements,
-    count_updated_elements,
+    overlap_traffic,
 )
 from shardwright.planner.time.memory_traffic import count_weight_quantisation_bytes
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import StageSeconds, simulate_pipeline
-from shardwright.planner.time.step_costs import StagePasses, StepCosts
+from shardwright.planner.time.step_costs import LayerCompute, StagePasses, StepCosts
 from shardwright.planner.time.traffic import NO_TRAFFIC
 from shardwright.planner.time.update_time import (
     compute_update_seconds,
@@ -43,100 +45,111 @@ from shardwright.planner.time.update_time import (
     has_one_pass_update,
 )
 
-
-def compute_stage_seconds(
-    costs: StepCosts, pipeline: PipelineStages
-) -> tuple[list[StageSeconds], float]:
-    """Return seconds of a micro-batch on each kind of stage (`PipelinePartition.stage_kinds`),
-    and of a send to the next stage."""
-    kinds = _compute_stage_passes(costs, pipeline)
-    return [stage_passes.stage_seconds for stage_passes in kinds], compute_send_seconds(
-        costs.facts, costs.candidate, costs.network, costs.groups
-    )
-
-
-def _compute_stage_passes(costs: StepCosts, pipeline: PipelineStages) -> list[StagePasses]:
-    # Most stages and ranks are equal: each kind is computed once.
-    contention = costs.network.efficiency.contention
-    stages = pipeline.partition.stage_kinds
-    return [
-        _apply_contention(
-            costs.compute_stage(layers, has_embedding=embedding, has_head=head), contention
-        )
-        for layers, embedding, head in stages
-    ]
-
-
 Simulation = Callable[[PipelineStages, Sequence[StageSeconds], float], float]
 """(pipeline, seconds of one micro-batch on each kind of stage, seconds of a send) -> seconds of
 all passes."""
 
 
-def predict_time(
-    costs: StepCosts, pipeline: PipelineStages, simulation: Simulation = simulate_pipeline
-) -> TimeParts:
-    """Predict the seconds of one optimizer step, by part, on the slowest rank.
+class StepTimes:
+    """Times of one candidate's step, without the simulation of its schedule. Each is computed on
+    first use, for bounds and predictions of the candidate."""
 
-    `simulation` returns the time of all passes: the simulation, or a lower bound of it, which
-    yields a lower bound of the step.
-    """
-    candidate = costs.candidate
-    network = costs.network
-    partition = pipeline.partition
-    kinds = _compute_stage_passes(costs, pipeline)
-    seconds = [stage_kind.stage_seconds for stage_kind in kinds]
-    num_micro_batches = candidate.gradient_accumulation_steps
-    send = compute_send_seconds(costs.facts, candidate, network, costs.groups)
-    makespan = simulation(pipeline, seconds, send)
-    by_rank = {
-        rank: _compute_rank_parts(costs, pipeline, kinds, rank) for rank in partition.distinct_ranks
-    }
-    busy = {
-        rank: num_micro_batches
-        * sum(
-            seconds[partition.kind_of_stage[stage]].total
-            for stage in partition.stages_per_rank[rank]
+    def __init__(
+        self, costs: StepCosts, pipeline: PipelineStages, traffic: RankTraffic | None = None
+    ) -> None:
+        self.costs = costs
+        self.pipeline = pipeline
+        self._traffic = traffic or RankTraffic()
+
+    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> StepTimes:
+        """Return the times of the same layout and stages with rows of another length or other
+        documents (`StepCosts.replace_rows`)."""
+        return StepTimes(self.costs.replace_rows(candidate, compute), self.pipeline, self._traffic)
+
+    @cached_property
+    def stage_passes(self) -> list[StagePasses]:
+        """Passes of a micro-batch through each kind of stage (`PipelinePartition.stage_kinds`):
+        most stages and ranks are equal."""
+        contention = self.costs.network.efficiency.contention
+        return [
+            _apply_contention(
+                self.costs.compute_stage(layers, has_embedding=embedding, has_head=head), contention
+            )
+            for layers, embedding, head in self.pipeline.partition.stage_kinds
+        ]
+
+    @cached_property
+    def stage_seconds(self) -> list[StageSeconds]:
+        """Seconds of these passes."""
+        return [passes.stage_seconds for passes in self.stage_passes]
+
+    @cached_property
+    def send_seconds(self) -> float:
+        """Seconds of a send to the next stage."""
+        costs = self.costs
+        return compute_send_seconds(costs.facts, costs.candidate, costs.network, costs.groups)
+
+    @cached_property
+    def _slowest_rank(self) -> tuple[TimeParts, float]:
+        """Own seconds of the rank whose compute and data-parallel communication end last, and those
+        of its passes."""
+        partition = self.pipeline.partition
+        num_micro_batches = self.costs.candidate.gradient_accumulation_steps
+        ranks = [
+            (
+                _compute_rank_parts(
+                    self.costs, self.pipeline, self.stage_passes, rank, self._traffic
+                ),
+                num_micro_batches
+                * sum(
+                    self.stage_seconds[partition.kind_of_stage[stage]].total
+                    for stage in partition.stages_per_rank[rank]
+                ),
+            )
+            for rank in partition.distinct_ranks
+        ]
+        return max(ranks, key=lambda rank: rank[1] + rank[0].data + rank[0].optimizer)
+
+    @cached_property
+    def _reference_seconds(self) -> float:
+        return _compute_reference_seconds(self.costs, self.pipeline, self.stage_passes)
+
+    def predict(self, simulation: Simulation = simulate_pipeline) -> TimeParts:
+        """Predict the seconds of one optimizer step, by part, on the slowest rank.
+
+        `simulation` returns the time of all passes: the simulation, or a lower bound of it, which
+        yields a lower bound of the step.
+        """
+        candidate = self.costs.candidate
+        network = self.costs.network
+        pipeline = self.pipeline
+        num_micro_batches = candidate.gradient_accumulation_steps
+        send = self.send_seconds
+        makespan = simulation(pipeline, self.stage_seconds, send)
+        parts, busy = self._slowest_rank
+        sends = (
+            2 * num_micro_batches * send * (1 - network.efficiency.pipeline_overlap)
+            if pipeline.num_ranks > 1
+            else 0.0
         )
-        for rank in by_rank
-    }
-    # The slowest rank is the one whose compute and data-parallel communication end last.
-    slowest = max(
-        by_rank, key=lambda rank: busy[rank] + by_rank[rank].data + by_rank[rank].optimizer
-    )
-    parts = by_rank[slowest]
-    sends = (
-        2 * num_micro_batches * send * (1 - network.efficiency.pipeline_overlap)
-        if pipeline.num_ranks > 1
-        else 0.0
-    )
-    waiting = max(0.0, makespan - busy[slowest])
-    pipeline_exposed = min(waiting, sends)
-    reference = _compute_reference_seconds(costs, pipeline, kinds)
-    step_seconds = makespan + parts.data + parts.optimizer + reference
-    nodes = max(1.0, candidate.layout.world_size / network.cluster.domain_size)
-    return TimeParts(
-        compute=parts.compute,
-        tensor=parts.tensor,
-        context=parts.context,
-        expert=parts.expert,
-        pipeline=pipeline_exposed,
-        data=parts.data,
-        bubble=waiting - pipeline_exposed,
-        offload=parts.offload,
-        optimizer=parts.optimizer,
-        reference=reference,
-        overhead=network.efficiency.step_seconds
-        + step_seconds * network.efficiency.straggler_share * log2(nodes)
-        + count_turns(candidate)
-        * candidate.engine.compute_message_wait_seconds(candidate.layout.pp),
-        hidden_tensor=parts.hidden_tensor,
-        hidden_context=parts.hidden_context,
-        hidden_expert=parts.hidden_expert,
-        hidden_pipeline=max(0.0, 2 * num_micro_batches * send - pipeline_exposed)
-        if pipeline.num_ranks > 1
-        else 0.0,
-        hidden_data=parts.hidden_data,
-    )
+        waiting = max(0.0, makespan - busy)
+        pipeline_exposed = min(waiting, sends)
+        reference = self._reference_seconds
+        step_seconds = makespan + parts.data + parts.optimizer + reference
+        nodes = max(1.0, candidate.layout.world_size / network.cluster.domain_size)
+        return replace(
+            parts,
+            pipeline=pipeline_exposed,
+            bubble=waiting - pipeline_exposed,
+            reference=reference,
+            overhead=network.efficiency.step_seconds
+            + step_seconds * network.efficiency.straggler_share * log2(nodes)
+            + count_turns(candidate)
+            * candidate.engine.compute_message_wait_seconds(candidate.layout.pp),
+            hidden_pipeline=max(0.0, 2 * num_micro_batches * send - pipeline_exposed)
+            if pipeline.num_ranks > 1
+            else 0.0,
+        )
 
 
 def _compute_reference_seconds(
@@ -179,6 +192,8 @@ def count_turns(candidate: Candidate) -> int:
 
 def _apply_contention(passes: StagePasses, contention: float) -> StagePasses:
     """Add the slowdown of compute by overlapped communication."""
+    if not (passes.traffic_forward.hidden or passes.traffic_backward.hidden):
+        return passes
     forward = passes.forward + contention * passes.traffic_forward.hidden
     backward = passes.backward + contention * passes.traffic_backward.hidden
     return passes._replace(forward=forward, backward=backward)
@@ -198,7 +213,11 @@ def compute_send_seconds(
 
 
 def _compute_rank_parts(
-    costs: StepCosts, pipeline: PipelineStages, kinds: list[StagePasses], rank: int
+    costs: StepCosts,
+    pipeline: PipelineStages,
+    kinds: list[StagePasses],
+    rank: int,
+    traffic_of_load: RankTraffic,
 ) -> TimeParts:
     """Compute a rank's own seconds, without waiting for other ranks."""
     candidate = costs.candidate
@@ -214,8 +233,15 @@ def _compute_rank_parts(
     waits = [sum(waits) for waits in zip(*(passes.offload_waits for passes in stages), strict=True)]
     load = pipeline.build_rank_load(rank)
     # The network is also free while a layer waits for its offloaded tensors.
-    exposed, hidden = compute_data_seconds(costs, load, forward + waits[0], backward + waits[1])
-    num_elements = count_updated_elements(costs, load)
+    data_traffic, num_elements = traffic_of_load.get(costs, load)
+    exposed, hidden = overlap_traffic(
+        candidate,
+        costs.network,
+        data_traffic,
+        num_micro_batches,
+        forward + waits[0],
+        backward + waits[1],
+    )
     compute = num_micro_batches * (forward + backward)
     slowdown = costs.network.efficiency.contention * min(hidden, compute)
     return TimeParts(

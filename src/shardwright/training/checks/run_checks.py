@@ -16,6 +16,7 @@ from shardwright.architecture import (
     ModelShape,
     ParameterSpec,
 )
+from shardwright.architecture.flop_count import ModelFlops
 from shardwright.config import Recipe
 from shardwright.config.low_precision import select_fast_products
 from shardwright.data.model_data import prepare_for_model
@@ -107,7 +108,11 @@ class ValidatedRun:
 
     def count_flops_per_token(self, sequence_length: int) -> float:
         """Count the model FLOPs of training per token of a row; frozen weights need fewer."""
-        return self.shape.count_flops_per_token(sequence_length, self.frozen_names)
+        return self._model_flops.count_per_token(sequence_length)
+
+    @cached_property
+    def _model_flops(self) -> ModelFlops:
+        return self.shape.count_flops(self.frozen_names)
 
     @property
     def drift_fields(self) -> dict[str, Any]:
