@@ -45,11 +45,13 @@ class BackgroundSaver:
         # The thread's collectives must not mix with training's, so they use a separate group,
         # in host memory.
         is_single = not (dist.is_available() and dist.is_initialized())
-        self._group = (
+        group = (
             None
             if is_single
             else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         )
+        assert group is None or isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
         self._rank_group = RankGroup(self._group)
         self._disk = disk
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=SAVE_THREAD_NAME)

@@ -19,7 +19,7 @@ Nothing is measured outside of `use_timer`, or inside a compiled graph, where no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,8 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 # torch 2.13 renamed both and deprecates the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 PARALLELISMS = ("data", "tensor", "context", "expert", "pipeline", "world")
 """Kinds of parallelism, in the order in which ranks send their times to each other."""

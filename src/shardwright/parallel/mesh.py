@@ -65,6 +65,7 @@ def init_process_group(
     )
     # "cpu:gloo,cuda:nccl" would be one group, but its subgroups would have both backends too.
     host_group = dist.new_group(backend="gloo", timeout=timeout) if cuda else None
+    assert host_group is None or isinstance(host_group, dist.ProcessGroup)  # every rank is in it
     _worlds[dist.group.WORLD] = _World(timeout, cuda, host_group)
 
 

@@ -38,7 +38,7 @@ def build_peer_copier(context: RankContext) -> PeerCopier | None:
             "peer copies: all ranks are on one node, so the loss of the node is not covered"
         )
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=recipe.run.timeout_seconds))
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     return PeerCopier(memory, group, holders)
 
 

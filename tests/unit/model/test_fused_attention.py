@@ -126,6 +126,29 @@ def test_varlen_equals_explicit_products(case: str, is_packed: bool, kernels: Pl
     ]
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
+def test_varlen_takes_no_kernel_but_flash_attention(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 chooses among the kernels that are allowed, and prefers cuDNN's."""
+    flags: Any = torch._C  # torch's own choice reads these, and the compiler traces no others
+
+    def attend(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        is_flash_alone = flags._get_flash_sdp_enabled() and not flags._get_cudnn_sdp_enabled()
+        return query if is_flash_alone else 2 * query
+
+    decoder = build("llama", "varlen")
+    losses = []
+    for function in (attend, lambda query, *_, **__: query):
+        monkeypatch.setattr(fused_attention, "varlen_function", VarlenFunction(function, {}))
+        if is_compiled:
+            torch._dynamo.reset()
+            decoder.compile_blocks(backend="eager", fullgraph=True)
+        losses.append(compute_gradients(decoder, is_packed=True)[0])
+    assert losses[0] == losses[1]
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # allowed again for other attention
+
+
 def test_the_number_of_documents_and_their_length_take_few_values() -> None:
     """Compiled code sees powers of two, whatever the documents of a batch are."""
     seen = set()

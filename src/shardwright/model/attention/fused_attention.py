@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
 from shardwright.architecture.attention_kernel import (
@@ -204,18 +205,21 @@ def _attend_varlen(
     # The kernel counts the tokens before a token, not the token itself.
     before = -1 if settings.window is None else settings.window - 1
     assert varlen_function is not None
-    out_NHE: Any = varlen_function.attend(
-        q_NHE,
-        k_NKE,
-        v_NKE,
-        documents.bounds_R,
-        documents.bounds_R,
-        documents.max_tokens,
-        documents.max_tokens,
-        scale=settings.scale,
-        window_size=(before, 0),
-        **varlen_function.group_option,
-    )
+    # From 2.15 on torch prefers cuDNN's kernel on Hopper and Blackwell, but only for layers without
+    # a window. The bounds end with documents of no tokens, which has never run with that kernel.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out_NHE: Any = varlen_function.attend(
+            q_NHE,
+            k_NKE,
+            v_NKE,
+            documents.bounds_R,
+            documents.bounds_R,
+            documents.max_tokens,
+            documents.max_tokens,
+            scale=settings.scale,
+            window_size=(before, 0),
+            **varlen_function.group_option,
+        )
     out: Tensor = out_NHE.unflatten(0, (q_BHTE.shape[0], -1)).transpose(1, 2)
     return out
 
