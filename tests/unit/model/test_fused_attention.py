@@ -131,6 +131,7 @@ def test_varlen_takes_no_kernel_but_flash_attention(
     is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.15 chooses among the kernels that are allowed, and prefers cuDNN's."""
+    monkeypatch.setattr(fused_attention, "TORCH_CHOOSES_VARLEN_KERNEL", True)
     flags: Any = torch._C  # torch's own choice reads these, and the compiler traces no others
 
     def attend(query: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
+from torch.torch_version import TorchVersion
 
 from shardwright.architecture.attention_kernel import (
     AttentionKernelName,
@@ -205,9 +207,7 @@ def _attend_varlen(
     # The kernel counts the tokens before a token, not the token itself.
     before = -1 if settings.window is None else settings.window - 1
     assert varlen_function is not None
-    # From 2.15 on torch prefers cuDNN's kernel on Hopper and Blackwell, but only for layers without
-    # a window. The bounds end with documents of no tokens, which has never run with that kernel.
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if TORCH_CHOOSES_VARLEN_KERNEL else nullcontext():
         out_NHE: Any = varlen_function.attend(
             q_NHE,
             k_NKE,
@@ -222,6 +222,11 @@ def _attend_varlen(
         )
     out: Tensor = out_NHE.unflatten(0, (q_BHTE.shape[0], -1)).transpose(1, 2)
     return out
+
+
+TORCH_CHOOSES_VARLEN_KERNEL = TorchVersion(torch.__version__) >= "2.15"
+"""True if torch would take cuDNN's kernel on Hopper and Blackwell in layers without a window. Our
+bounds end with documents of no tokens, which have never run with that kernel."""
 
 
 class VarlenFunction(NamedTuple):
