@@ -228,11 +228,11 @@ def test_recomputation_repeats_collectives_unless_it_keeps_their_results(
     on real ranks."""
     predictor = build_predictor(LLAMA_8B)
     plain = replace(CANDIDATE, layout=Layout(tp=8))
-    ((_, forward, backward),) = predictor.compute_layer_costs(plain).layers
+    ((_, forward, backward, *_),) = predictor.compute_layer_costs(plain).layers
     recomputed = replace(
         plain, recompute=recompute, saved_results=saved and (saved,) * LLAMA_8B.num_layers
     )
-    ((_, _, repeated),) = predictor.compute_layer_costs(recomputed).layers
+    ((_, _, repeated, *_),) = predictor.compute_layer_costs(recomputed).layers
     assert backward.tensor == pytest.approx(forward.tensor)
     assert repeated.tensor - backward.tensor == pytest.approx(share * forward.tensor)
 
@@ -240,9 +240,9 @@ def test_recomputation_repeats_collectives_unless_it_keeps_their_results(
 def test_other_trainers_repeat_all_collectives_of_a_recomputed_layer() -> None:
     predictor = build_predictor(LLAMA_8B)
     plain = replace(CANDIDATE, layout=Layout(tp=8), engine=FrameworkConventions())
-    ((_, forward, backward),) = predictor.compute_layer_costs(plain).layers
+    ((_, forward, backward, *_),) = predictor.compute_layer_costs(plain).layers
     recomputed = replace(plain, recompute="selective")
-    ((_, _, repeated),) = predictor.compute_layer_costs(recomputed).layers
+    ((_, _, repeated, *_),) = predictor.compute_layer_costs(recomputed).layers
     assert repeated.tensor - backward.tensor == pytest.approx(forward.tensor)
 
 
