@@ -20,7 +20,7 @@ from shardwright.planner.time.data_parallel_time import RankTraffic
 from shardwright.planner.time.pipeline import PipelineStages, get_pipeline
 from shardwright.planner.time.pipeline_simulation import simulate_pipeline
 from shardwright.planner.time.step_costs import LayerCompute, LayerCosts, StepCosts
-from shardwright.planner.time.step_time import Simulation, StepTimes
+from shardwright.planner.time.step_time import PlannedStep, Simulation
 from shardwright.planner.uncertainty import load_error_spreads
 
 
@@ -146,7 +146,7 @@ class Predictor:
         candidate: Candidate,
         layer_costs: LayerCosts | None = None,
         traffic: RankTraffic | None = None,
-    ) -> StepTimes:
+    ) -> PlannedStep:
         """Build the times of the candidate's step. Pass `compute_layer_costs` and the traffic of
         ranks if they are already known."""
         costs = StepCosts(
@@ -156,13 +156,13 @@ class Predictor:
             self.network,
             layer_costs,
         )
-        return StepTimes(costs, self.get_pipeline_stages(candidate), traffic)
+        return PlannedStep(costs, self.get_pipeline_stages(candidate), traffic)
 
     def predict(
         self,
         candidate: Candidate,
         memory: MemoryParts | None = None,
-        step: StepTimes | None = None,
+        step: PlannedStep | None = None,
         simulation: Simulation = simulate_pipeline,
     ) -> Prediction:
         """Predict memory and time. Pass `compute_memory` and `build_step` if they are already

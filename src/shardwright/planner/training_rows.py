@@ -37,7 +37,7 @@ from shardwright.planner.search.result import SearchResult, recommend
 from shardwright.planner.time.pipeline import PipelineStages
 from shardwright.planner.time.pipeline_simulation import simulate_micro_batches
 from shardwright.planner.time.step_costs import LayerCompute
-from shardwright.planner.time.step_time import StepTimes
+from shardwright.planner.time.step_time import PlannedStep
 from shardwright.plans import compute_row_multiple
 from shardwright.units import format_seconds
 
@@ -233,7 +233,7 @@ def predict_rows(
     )
 
 
-def _sum_stages(step: StepTimes) -> float:
+def _sum_stages(step: PlannedStep) -> float:
     """Sum the seconds of a micro-batch over all stages."""
     seconds = [stage.total for stage in step.stage_seconds]
     return sum(seconds[kind] for kind in step.pipeline.partition.kind_of_stage)
@@ -314,7 +314,7 @@ def _simulate_passes(
     time: TimeParts,
     pipeline: PipelineStages,
     steps: Sequence[Sequence[Sequence[MicroBatchRows]]],
-    step_of: Mapping[MicroBatchRows, StepTimes],
+    step_of: Mapping[MicroBatchRows, PlannedStep],
 ) -> TimeParts:
     """Return the time with the bubble of a pipeline's steps, and the waits of its data ranks.
 

@@ -75,8 +75,7 @@ class LayerActivations:
     deferring_gradient_bytes: float = 0.0
     """Those of `gradient_bytes` where they are deferred."""
     quantising_bytes: float = 0.0
-    """Bytes in addition to the saved ones where the forward pass quantises its last operands, in
-    separate operations."""
+    """Bytes besides saved ones where the forward pass quantises its last operands, uncompiled."""
 
     @property
     def total_bytes(self) -> float:
@@ -143,11 +142,10 @@ def get_layer_activations(
 
 
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Compute the bytes in addition to saved tensors where the last layer quantises operands,
-    forward."""
+    """Compute the bytes besides saved tensors where the last forward pass quantises operands."""
     if candidate.quantised_shares is None:
         return 0.0
-    layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
+    layers = (get_layer_activations(facts, kind, candidate) for kind in facts.kinds)
     return max(layer.quantising_bytes for layer in layers)
 
 

@@ -1,6 +1,6 @@
 """Lower bounds of time and memory of partial choices, by which the search prunes.
 
-Each is a bound of `step_time.StepTimes` or `memory.predict_memory` for every way to complete the
+Each is a bound of `step_time.PlannedStep` or `memory.predict_memory` for every way to complete the
 choice, not an estimate: tests compare the search with an exhaustive one.
 """
 

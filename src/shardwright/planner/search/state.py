@@ -19,7 +19,7 @@ from shardwright.planner.search.bounds import (
 from shardwright.planner.search.space import Degrees, ExecutionChoice, ShardingChoice
 from shardwright.planner.time.data_parallel_time import RankTraffic
 from shardwright.planner.time.step_costs import LayerCosts
-from shardwright.planner.time.step_time import StepTimes
+from shardwright.planner.time.step_time import PlannedStep
 
 
 class ScheduleOption(NamedTuple):
@@ -144,7 +144,7 @@ class CompleteChoice:
         self._traffic = traffic
 
     @cached_property
-    def step(self) -> StepTimes:
+    def step(self) -> PlannedStep:
         """Times of a step."""
         return self._predictor.build_step(self.candidate, self._layer_costs, self._traffic)
 

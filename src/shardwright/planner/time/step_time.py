@@ -50,7 +50,7 @@ Simulation = Callable[[PipelineStages, Sequence[StageSeconds], float], float]
 all passes."""
 
 
-class StepTimes:
+class PlannedStep:
     """Times of one candidate's step, without the simulation of its schedule. Each is computed on
     first use, for bounds and predictions of the candidate."""
 
@@ -61,10 +61,12 @@ class StepTimes:
         self.pipeline = pipeline
         self._traffic = traffic or RankTraffic()
 
-    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> StepTimes:
+    def replace_rows(self, candidate: Candidate, compute: LayerCompute) -> PlannedStep:
         """Return the times of the same layout and stages with rows of another length or other
         documents (`StepCosts.replace_rows`)."""
-        return StepTimes(self.costs.replace_rows(candidate, compute), self.pipeline, self._traffic)
+        return PlannedStep(
+            self.costs.replace_rows(candidate, compute), self.pipeline, self._traffic
+        )
 
     @cached_property
     def stage_passes(self) -> list[StagePasses]:
