@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardwright.architecture import ModelShape
 from shardwright.architecture.config_reading import read_recipe_shape
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.hardware import Cluster
 from shardwright.layout import Layout, RankGrid, compute_local_boxes
@@ -94,11 +94,12 @@ def count_copy_bytes(
 
 def list_trained_names(shape: ModelShape, freeze: Sequence[str]) -> list[str]:
     """List the parameters that no pattern of `model.freeze` freezes; with adapters only those."""
+    specs = shape.list_parameters()
+    frozen = match_frozen(freeze, [spec.name for spec in specs])
     return [
         spec.name
-        for spec in shape.list_parameters()
-        if (shape.adapters is None or spec.adapter_part is not None)
-        and not any(fnmatch.fnmatch(spec.name, pattern) for pattern in freeze)
+        for spec in specs
+        if (shape.adapters is None or spec.adapter_part is not None) and spec.name not in frozen
     ]
 
 

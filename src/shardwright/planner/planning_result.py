@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shardwright.architecture import ModelShape
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
@@ -164,14 +166,15 @@ def plan_recipe(
         expert_loads: loads that a run of this model logged, instead of even ones.
 
     Raises:
-        InputError: the model is unsupported or its size is unknown, or the device lacks the
-            precision.
+        InputError: the model is unsupported or its size is unknown, a pattern of `model.freeze`
+            matches no parameter, or the device lacks the precision.
     """
     choice = None
     if recipe.precision.kind == "auto" and precision is None:
         choice = choose_precision_on(cluster.accelerator)
     recipe = resolve_compilation_on(resolve_precision(recipe, choice), cluster.accelerator)
     facts = get_model_facts(read_planning_shape(recipe))
+    omissions = tuple(_list_omissions(recipe, facts.shape))
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     template = replace(
         build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
@@ -220,7 +223,7 @@ def plan_recipe(
         precision_reason=None if choice is None else choice.reason,
         num_measured_steps=num_measured_steps,
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
-        omissions=tuple(_list_omissions(recipe)),
+        omissions=omissions,
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
         context_splits=splits,
@@ -273,8 +276,9 @@ def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Clust
     return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 
-def _list_omissions(recipe: Recipe) -> Iterator[str]:
+def _list_omissions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if recipe.model.freeze:
+        match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
         yield (
             "model.freeze: memory and time are predicted as if all parameters were trained, so a "
             "run needs less; `rehearse` takes frozen parameters into account"

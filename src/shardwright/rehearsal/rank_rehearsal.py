@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.config.model import AttentionSetting
 from shardwright.data.loader import MicroBatch
@@ -42,7 +43,6 @@ from shardwright.rehearsal.fake_offload import (
     build_fake_weight_offload,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
-from shardwright.training.checks.run_checks import match_frozen
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.setup import (
     build_chunked_loss,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwright.architecture import ModelShape
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.config.training import OptimizerSection
 from shardwright.errors import InputError, LayoutError, RankFailed
@@ -22,7 +23,6 @@ from shardwright.optim import check_block_boundaries, require_torchao
 from shardwright.placement import has_micro_batch_scales
 from shardwright.plans import BatchPlan, Plan
 from shardwright.training.checks.offload_checks import check_offload_layout
-from shardwright.training.checks.run_checks import match_frozen
 from shardwright.verification.cases import VerificationCase, VerificationDtype
 from shardwright.verification.cell import MutationContext, verify_cell
 from shardwright.verification.comparison import ComparisonResult, find_worst

@@ -124,6 +124,15 @@ def test_a_plan_says_that_frozen_parameters_count_as_trained(
     assert omission in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_plan_refuses_a_pattern_of_frozen_parameters_that_matches_none(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(recipe), *A100, "--set", 'model.freeze=["layers.0.*"]']
+    assert run(words) == ExitCode.WRONG_INPUT
+    error = " ".join(capsys.readouterr().err.split())
+    assert "model.freeze: matches no parameter (got layers.0.*; " in error
+
+
 def test_tight_layouts_are_marked_and_not_chosen(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.architecture import read_config
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.model import Decoder, DropoutKey, KeyValueCache
-from shardwright.training.checks.run_checks import match_frozen
 from tests.reference.cases import CASES, LONG
 
 SOME_CASES = (

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.config.data import DataSource
 from shardwright.errors import RecipeError
 from shardwright.telemetry.event_log import RunFinishedEvent, StepEvent, WarningEvent, read_events
-from shardwright.training.checks.run_checks import match_frozen, validate_run
+from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from tests.unit.training.finished import ALPHABET, CONFIG
 

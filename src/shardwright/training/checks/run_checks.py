@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import logging
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +16,7 @@ from shardwright.architecture import (
     ParameterSpec,
 )
 from shardwright.architecture.flop_count import ModelFlops
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.config.low_precision import select_fast_products
 from shardwright.data.model_data import prepare_for_model
@@ -348,27 +348,3 @@ def _describe_shape(shape: ModelShape) -> dict[str, Any]:
             if isinstance(value, ExpertShape | LatentShape)
         }
     )
-
-
-def match_frozen(patterns: tuple[str, ...], names: list[str]) -> frozenset[str]:
-    """Return the names that match any of the patterns; raise if a pattern matches none.
-
-    >>> sorted(match_frozen(("*.bias",), ["a.weight", "a.bias"]))
-    ['a.bias']
-    """
-    frozen: set[str] = set()
-    for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise RecipeError(
-                "matches no parameter",
-                field="model.freeze",
-                got=pattern,
-                allowed=f"a pattern such as {names[0]} or *.{names[-1].split('.')[-1]}",
-            )
-        frozen.update(matched)
-    if len(frozen) == len(names):
-        raise RecipeError(
-            "every parameter would be frozen", field="model.freeze", got=", ".join(patterns)
-        )
-    return frozenset(frozen)
