@@ -188,8 +188,7 @@ def plan_recipe(
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
         conflict = explain_conflict(predictor, problem, candidate)
-    predictions = result.predictions
-    chosen = result.chosen
+    predictions, chosen = result.predictions, result.chosen
     choice_of_results = None
     if not recipe.layout.auto and conflict is None and candidate is not None:
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
