@@ -169,9 +169,8 @@ def plan_recipe(
         InputError: the model is unsupported or its size is unknown, a pattern of `model.freeze`
             matches no parameter, or the device lacks the precision.
     """
-    choice = None
-    if recipe.precision.kind == "auto" and precision is None:
-        choice = choose_precision_on(cluster.accelerator)
+    is_auto = recipe.precision.kind == "auto" and precision is None
+    choice = choose_precision_on(cluster.accelerator) if is_auto else None
     recipe = resolve_compilation_on(resolve_precision(recipe, choice), cluster.accelerator)
     facts = get_model_facts(read_planning_shape(recipe))
     omissions = tuple(_list_omissions(recipe, facts.shape))
@@ -188,7 +187,8 @@ def plan_recipe(
     conflict = explain_missing_candidate(recipe, template, cluster.num_gpus)
     if candidate is not None:
         conflict = explain_conflict(predictor, problem, candidate)
-    predictions, chosen = result.predictions, result.chosen
+    predictions = result.predictions
+    chosen = result.chosen
     choice_of_results = None
     if not recipe.layout.auto and conflict is None and candidate is not None:
         candidate, choice_of_results, conflict = _choose_results(recipe, predictor, candidate)
