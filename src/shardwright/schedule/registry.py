@@ -109,9 +109,7 @@ def assign_stages(name: str, num_ranks: int, virtual_stages: int | None = None) 
         ScheduleError: an unknown name, or a file for another number of ranks.
     """
     if name not in PIPELINE_SCHEDULES:
-        schedule = load_schedule_file(name)
-        _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
-        return schedule.rank_of_stage
+        return _load_for_ranks(name, num_ranks).rank_of_stage
     if PIPELINE_SCHEDULES[name].stage_assignment == "folded":
         return assign_folded_stages(num_ranks)
     return assign_looped_stages(num_ranks, num_ranks * count_stages_per_rank(name, virtual_stages))
@@ -129,9 +127,7 @@ def count_micro_batches(name: str, num_ranks: int, at_least: int) -> int:
         ScheduleError: an unknown name, or a file for another number of ranks.
     """
     if name not in PIPELINE_SCHEDULES:
-        schedule = load_schedule_file(name)
-        _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
-        return schedule.num_micro_batches
+        return _load_for_ranks(name, num_ranks).num_micro_batches
     family = PIPELINE_SCHEDULES[name]
     number = max(at_least, family.min_micro_batches_per_rank * num_ranks)
     return -(-number // num_ranks) * num_ranks if family.has_divisibility_rule else number
@@ -223,10 +219,15 @@ def load_schedule(
     """
     if name in PIPELINE_SCHEDULES:
         return build_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-    schedule = load_schedule_file(name)
+    schedule = _load_for_ranks(name, num_ranks)
     field = "training.gradient_accumulation_steps"
-    _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
     _check_fits(name, "micro-batches", field, num_micro_batches, schedule.num_micro_batches)
+    return schedule
+
+
+def _load_for_ranks(name: str, num_ranks: int) -> Schedule:
+    schedule = load_schedule_file(name)
+    _check_fits(name, "ranks", "layout.pp", num_ranks, schedule.num_ranks)
     return schedule
 
 
