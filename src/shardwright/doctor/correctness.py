@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.doctor.finding import Finding, format_ranks
-from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
+from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
 
 SECTION = "correctness"
 

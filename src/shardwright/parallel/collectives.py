@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from shardwright.model.communication_results import keep_result, keep_statistic
-from shardwright.parallel.comm_timing import all_gather_single, reduce_scatter_single, time_wait
+from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
 
 OptionalGroup = dist.ProcessGroup | None
 

@@ -19,7 +19,7 @@ Nothing is measured outside of `use_timer`, or inside a compiled graph, where no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,13 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# torch 2.13 renamed both and deprecates the old names.
-all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+from shardwright.parallel.direct_collectives import ShardAllocation, reduce_scatter_single
 
 PARALLELISMS = ("data", "tensor", "context", "expert", "pipeline", "world")
 """Kinds of parallelism, in the order in which ranks send their times to each other."""
@@ -213,16 +207,10 @@ def _end_backward_wait(_module: nn.Module, _arguments: Any, output: Any) -> None
         output.register_hook(lambda _gradient: end_wait("data"))
 
 
-class _TimedReduceScatter:
-    """FSDP2's reduce-scatter, unchanged but timed; also times the sum over replicas after it."""
+class _TimedReduceScatter(ShardAllocation):
+    """FSDP2's reduce-scatter, timed; also times the sum over replicas after it."""
 
     _end_seconds = 0.0
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Allocate an input or output buffer."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -234,8 +222,13 @@ class _TimedReduceScatter:
     ) -> dist.Work | None:
         """Reduce-scatter: sum, and keep this rank's shard."""
         with time_wait("data"):
-            work: dist.Work | None = reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            work = reduce_scatter_single(
+                output_tensor,
+                input_tensor,
+                op=op,
+                group=group,
+                async_op=async_op,
+                is_source_free=True,
             )
         self._end_seconds = time.perf_counter()
         return work

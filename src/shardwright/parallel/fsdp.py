@@ -39,6 +39,7 @@ from shardwright.numerics import ChunkedLoss, PrecisionDtypes, chunked_cross_ent
 from shardwright.numerics.liger_loss import liger_cross_entropy
 from shardwright.optim.sharded_optimizer import UpdatePart
 from shardwright.parallel.comm_timing import time_fsdp_waits
+from shardwright.parallel.direct_collectives import ShardGather
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.sharded_weights import list_parameter_groups
 
@@ -95,8 +96,8 @@ def apply_fsdp(
     }
     place_experts = _build_expert_placement(decoder, mesh) if layout.ep > 1 else None
     options: dict[str, Any] = {"mp_policy": policy, "ignored_params": untrained}
-    # With a second mesh for the experts, FSDP2 accepts no custom reduce-scatter.
-    has_gradient_waits = mesh.device_type == "cpu" and place_experts is None
+    # With a second mesh for the experts, FSDP2 accepts no custom collectives.
+    has_own_collectives = mesh.device_type == "cpu" and place_experts is None
     reshards_after_use = layout.zero_stage == 3
     reshards_blocks = reshards_blocks or reshards_after_use
     expert_groups: list[FSDPModule] = []
@@ -115,15 +116,18 @@ def apply_fsdp(
             if decoder.blocks[-1] in members and final_norm is not None:
                 members.append(final_norm)
             wrap(members, reshard_after_forward=reshards_blocks)
-            time_fsdp_waits(members, has_gradient_waits=has_gradient_waits)
+            time_fsdp_waits(members, has_gradient_waits=has_own_collectives)
             stage_groups[-1].append(_to_fsdp_module(members[0]))
     groups = [group for run in stage_groups for group in run]
     root_is_read_backward = decoder.is_root_read_in_backward or not _is_chunked_loss(
         decoder.loss_function
     )
     wrap(decoder, reshard_after_forward=reshards_after_use and not root_is_read_backward)
-    time_fsdp_waits([decoder], has_gradient_waits=has_gradient_waits)
+    time_fsdp_waits([decoder], has_gradient_waits=has_own_collectives)
     root = _to_fsdp_module(decoder)
+    if has_own_collectives:
+        for group in (*groups, root):
+            group.set_custom_all_gather(ShardGather())  # type: ignore[arg-type]
     if reshards_after_use and not root_is_read_backward:
         root.set_unshard_in_backward(False)
         decoder.register_forward_hook(_refuse_logits, with_kwargs=True)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from shardwright.layout import ZERO_AXES, Layout, ParameterLayout, select_used_axes
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, ShardGroup
 from shardwright.model.decoder import Decoder
-from shardwright.parallel.comm_timing import all_gather_single, time_wait
+from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.direct_collectives import all_gather_single
 from shardwright.parallel.mesh import Mesh
 
 

@@ -1,7 +1,8 @@
 """Record of a rank's collectives, in order: kind, ranks of the group, bytes.
 
-A `TorchDispatchMode` sees c10d's operators and functional collectives, in forward and backward
-passes, from every caller: FSDP2, DDP's hooks and our own code.
+A `TorchDispatchMode` sees c10d's operators, functional collectives and those of
+`parallel.direct_collectives`, in forward and backward passes, from every caller: FSDP2, DDP's hooks
+and our own code.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ CollectiveOperation = Literal[
     "barrier",
 ]
 
-COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+COLLECTIVE_NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "shardwright_collectives",
+)
 
 
 @dataclass(frozen=True)
@@ -168,8 +174,10 @@ _PARSERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
     "_allgather_base_": _parse_all_gather,
     "allgather_into_tensor_coalesced_": _parse_all_gather,
     "allgather_": _build_ring_parser("all_gather", lambda args, _size: _flatten_tensors(args[0])),
+    "all_gather_by_messages": _parse_all_gather,
     "all_gather_into_tensor": _parse_all_gather_functional,
     "_reduce_scatter_base_": _parse_reduce_scatter,
+    "reduce_scatter_by_messages": _parse_reduce_scatter,
     "reduce_scatter_tensor_coalesced_": _parse_reduce_scatter,
     "reduce_scatter_": _build_ring_parser(
         "reduce_scatter", lambda args, _size: _flatten_tensors(args[1])

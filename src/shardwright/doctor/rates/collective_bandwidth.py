@@ -33,7 +33,7 @@ from shardwright.hardware import CollectiveRate, Link
 from shardwright.hardware.catalog_loading import find_link, find_node
 from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import AXES, Layout, RankGrid
-from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
+from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
 from shardwright.units import format_bytes
 
 SECTION = "collectives"

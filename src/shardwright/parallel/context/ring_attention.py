@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.context.attention_kernels import (
     AttentionKernel,
@@ -35,6 +34,7 @@ from shardwright.parallel.context.attention_kernels import (
 )
 from shardwright.parallel.context.block_mask import AttentionTile, RowChunks
 from shardwright.parallel.context.tile_kernels import choose_kernel
+from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
 
 KeyValuePair = tuple[Tensor, Tensor]
 

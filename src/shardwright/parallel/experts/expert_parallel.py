@@ -34,8 +34,8 @@ from shardwright.architecture import ModelShape
 from shardwright.layout import Layout
 from shardwright.model.communication_results import keep_statistic
 from shardwright.model.products.grouped_matmul import take_first
-from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.direct_collectives import all_gather_single
 from shardwright.parallel.experts import row_exchange
 from shardwright.parallel.experts.row_exchange import TracedCounts
 from shardwright.parallel.mesh import Mesh

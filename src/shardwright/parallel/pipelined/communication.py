@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.errors import LayoutError
 from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
-from shardwright.parallel.comm_timing import all_gather_single, reduce_scatter_single, time_wait
+from shardwright.parallel.comm_timing import time_wait
+from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
 
 MatrixAndBias = tuple[Tensor, Tensor | None]
 """A matrix `[I, O]` and the bias of its outputs."""
