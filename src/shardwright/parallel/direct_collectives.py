@@ -53,7 +53,7 @@ def all_gather_single(
     source: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Any:
     """Gather the ranks' tensors into `output`, in the order of the ranks.
 
     Args:
@@ -144,8 +144,8 @@ _posted: list[dist.Work] = []
 """Messages of the last all-gather, because operators return tensors only."""
 
 
-def _post_gather(output: Tensor, source: Tensor, group_name: str) -> None:
-    group = dist.distributed_c10d._resolve_process_group(GroupName(group_name))
+def _post_gather(output: Tensor, source: Tensor, group_name: Any) -> None:
+    group = dist.distributed_c10d._resolve_process_group(group_name)
     rank = group.rank()
     parts = output.view(group.size(), -1)
     own = parts[rank]
@@ -159,7 +159,7 @@ def _post_gather(output: Tensor, source: Tensor, group_name: str) -> None:
 
 
 def _reduce_scatter(output: Tensor, source: Tensor, is_source_free: bool, group_name: str) -> None:
-    group = dist.distributed_c10d._resolve_process_group(GroupName(group_name))
+    group = dist.distributed_c10d._resolve_process_group(group_name)
     size = group.size()
     rank = group.rank()
     parts = source.view(size, -1)
