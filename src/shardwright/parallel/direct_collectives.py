@@ -158,7 +158,7 @@ def _post_gather(output: Tensor, source: Tensor, group_name: Any) -> None:
     _posted.extend(_send(own, receiver, group, _GATHER_TAG) for receiver in receivers)
 
 
-def _reduce_scatter(output: Tensor, source: Tensor, is_source_free: bool, group_name: str) -> None:
+def _reduce_scatter(output: Tensor, source: Tensor, is_source_free: bool, group_name: Any) -> None:
     group = dist.distributed_c10d._resolve_process_group(group_name)
     size = group.size()
     rank = group.rank()
