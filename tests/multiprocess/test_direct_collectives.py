@@ -99,7 +99,7 @@ def reduce_otherwise() -> tuple[Tensor, Tensor, Tensor]:
     return largest, total, nothing
 
 
-def test_the_backend_does_what_messages_cannot(gloo_ranks: RankPool) -> None:
+def test_other_reductions_are_left_to_the_backend(gloo_ranks: RankPool) -> None:
     results = gloo_ranks.run(2, reduce_otherwise)
     assert [(largest.item(), total.item()) for largest, total, _ in results] == [(3, 4), (4, 6)]
 

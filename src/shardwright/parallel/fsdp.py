@@ -125,9 +125,6 @@ def apply_fsdp(
     wrap(decoder, reshard_after_forward=reshards_after_use and not root_is_read_backward)
     time_fsdp_waits([decoder], has_gradient_waits=has_own_collectives)
     root = _to_fsdp_module(decoder)
-    if has_own_collectives:
-        for group in (*groups, root):
-            group.set_custom_all_gather(ShardGather())  # type: ignore[arg-type]
     if reshards_after_use and not root_is_read_backward:
         root.set_unshard_in_backward(False)
         decoder.register_forward_hook(_refuse_logits, with_kwargs=True)
@@ -135,6 +132,8 @@ def apply_fsdp(
         group.set_gradient_divide_factor(1.0)
         # Otherwise FSDP2 uses PREMUL_SUM for the factor, which gloo lacks.
         group.set_force_sum_reduction_for_comms(True)
+        if has_own_collectives:
+            group.set_custom_all_gather(ShardGather())  # type: ignore[arg-type]
     root.set_reshard_after_backward(reshards_blocks)
     root.set_reshard_after_backward(reshards_after_use, recurse=False)
     for run in stage_groups:
