@@ -124,8 +124,6 @@ def count_messages(layout: Layout) -> tuple[int, Counter[str]]:
         Layout(cp=2, cp_method="ring", zero_stage=2),
     ],
 )
-def test_shards_are_gathered_and_summed_by_messages(
-    gloo_ranks: RankPool, layout: Layout
-) -> None:
+def test_shards_are_gathered_and_summed_by_messages(gloo_ranks: RankPool, layout: Layout) -> None:
     for num_sent, calls in gloo_ranks.run(2, count_messages, layout):
         assert num_sent == calls["all_gather"] + calls["reduce_scatter"] > 0
