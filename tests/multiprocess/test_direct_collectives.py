@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +14,15 @@ from torch import Tensor
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.parallel import direct_collectives
-from shardwright.parallel.direct_collectives import all_gather_single, reduce_scatter_single
+from shardwright.parallel.direct_collectives import (
+    all_gather_single,
+    observe_collectives,
+    reduce_scatter_single,
+)
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
 from shardwright.training.step import accumulate_gradients
+from shardwright.watchdog.flight_recorder import record_collectives
+from shardwright.watchdog.heartbeat import HeartbeatWriter, read_heartbeat
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_layouts import build, micro_batches
 
@@ -102,6 +109,33 @@ def reduce_otherwise() -> tuple[Tensor, Tensor, Tensor]:
 def test_other_reductions_are_left_to_the_backend(gloo_ranks: RankPool) -> None:
     results = gloo_ranks.run(2, reduce_otherwise)
     assert [(largest.item(), total.item()) for largest, total, _ in results] == [(3, 4), (4, 6)]
+
+
+def record_heartbeat(folder: Path) -> list[str]:
+    """Return what the watchdog records of three collectives, of which messages run two."""
+    heartbeat = HeartbeatWriter(folder, dist.get_rank(), 2)
+    x = torch.ones(4)
+    with record_collectives(heartbeat, folder, observe_others=observe_collectives):
+        dist.all_reduce(x)
+        all_gather_single(torch.empty(8), x)
+        reduce_scatter_single(x[:2], torch.ones(4))
+    all_gather_single(torch.empty(8), x)  # not recorded
+    view = read_heartbeat(folder / f"rank-{dist.get_rank()}.pulse")
+    assert view is not None
+    assert view.wait_start_seconds is None
+    heartbeat.close()
+    return [f"{entry} {view.channels[entry.channel_key].ranks}" for entry in view.entries]
+
+
+def test_the_watchdog_records_collectives_and_not_their_messages(
+    gloo_ranks: RankPool, tmp_path: Path
+) -> None:
+    for entries in gloo_ranks.run(2, record_heartbeat, tmp_path):
+        assert entries == [
+            "all_reduce #1 (4 elements) (0, 1)",
+            "all_gather #2 (8 elements) (0, 1)",
+            "reduce_scatter #3 (2 elements) (0, 1)",
+        ]
 
 
 def count_messages(layout: Layout) -> tuple[int, Counter[str]]:

@@ -6,12 +6,15 @@ time (docs/decisions/0254-messages-instead-of-gloos-collectives.md). Both functi
 arguments of torch's, which they call on other devices and backends, in compiled graphs, for an
 asynchronous reduce-scatter and for reductions that are not sums.
 
-Each is one operator, so a `TorchDispatchMode` sees one collective, not its messages.
+Each is one operator, so a `TorchDispatchMode` sees one collective, not its messages. These bypass
+the methods of process groups, whose calls the watchdog records: it records the collective instead
+(`observe_collectives`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +30,7 @@ _reduce_scatter_by_backend: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
+_CPU = torch.device("cpu")
 _GATHER_TAG = 1
 _SCATTER_TAG = 2
 """Tags of the messages. Messages of one tag between two ranks arrive in the order of their sends,
@@ -140,12 +144,31 @@ def _sends_messages(output: Tensor, group: dist.ProcessGroup) -> bool:
     )
 
 
+_observer: Callable[[dist.ProcessGroup, str, int], None] | None = None
+
+
+@contextmanager
+def observe_collectives(
+    observer: Callable[[dist.ProcessGroup, str, int], None],
+) -> Iterator[None]:
+    """Call `observer` at the start of each collective by messages, while the context is open.
+
+    Its arguments: the group, `all_gather` or `reduce_scatter`, and the elements of the output.
+    """
+    global _observer
+    previous, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = previous
+
+
 _posted: list[dist.Work] = []
 """Messages of the last all-gather, because operators return tensors only."""
 
 
 def _post_gather(output: Tensor, source: Tensor, group_name: Any) -> None:
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = _enter("all_gather", output, group_name)
     rank = group.rank()
     parts = output.view(group.size(), -1)
     own = parts[rank]
@@ -159,7 +182,7 @@ def _post_gather(output: Tensor, source: Tensor, group_name: Any) -> None:
 
 
 def _reduce_scatter(output: Tensor, source: Tensor, is_source_free: bool, group_name: Any) -> None:
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = _enter("reduce_scatter", output, group_name)
     size = group.size()
     rank = group.rank()
     parts = source.view(size, -1)
@@ -178,16 +201,23 @@ def _reduce_scatter(output: Tensor, source: Tensor, is_source_free: bool, group_
         received = parts[receiver] if buffer is None else buffer
 
 
+def _enter(operation: str, output: Tensor, group_name: Any) -> dist.ProcessGroup:
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    if _observer is not None:
+        _observer(group, operation, output.numel())
+    return group
+
+
 def _receive(buffer: Tensor, sender: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    work = dist.irecv(buffer, group=group, group_src=sender, tag=tag)
-    assert work is not None
-    return work
+    return _find_backend(group).recv([buffer], sender, tag)
 
 
 def _send(message: Tensor, receiver: int, group: dist.ProcessGroup, tag: int) -> dist.Work:
-    work = dist.isend(message, group=group, group_dst=receiver, tag=tag)
-    assert work is not None
-    return work
+    return _find_backend(group).send([message], receiver, tag)
+
+
+def _find_backend(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(_CPU)  # torch's annotations lack its messages
 
 
 _library = torch.library.Library("shardwright_collectives", "DEF")

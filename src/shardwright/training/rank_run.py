@@ -30,6 +30,7 @@ from shardwright.launch.rank_outcome import (
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
+from shardwright.parallel.direct_collectives import observe_collectives
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.training.checkpointing import RunCheckpointer
 from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
@@ -379,7 +380,11 @@ def _start_watchdog(
         rank_environment.world_size,
         folder=get_control_folder(),
         reports=folder.hang_reports_path,
-        record_collectives=partial(record_collectives, timeout_seconds=max(timeouts.values())),
+        record_collectives=partial(
+            record_collectives,
+            timeout_seconds=max(timeouts.values()),
+            observe_others=observe_collectives,
+        ),
     )
 
 

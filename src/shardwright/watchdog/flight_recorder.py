@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +112,24 @@ def enable_nccl_flight_recorder(
         os.environ[name] = os.environ[former] = chosen
 
 
+RecordCollective = Callable[[dist.ProcessGroup, str, int], None]
+"""Records that this process enters a collective: its group, operation and number of elements."""
+
+
 @contextmanager
 def record_collectives(
-    heartbeat: HeartbeatWriter, hang_reports: Path, *, timeout_seconds: float = 0.0
+    heartbeat: HeartbeatWriter,
+    hang_reports: Path,
+    *,
+    timeout_seconds: float = 0.0,
+    observe_others: Callable[[RecordCollective], AbstractContextManager[None]] | None = None,
 ) -> Iterator[None]:
     """Record this process's collectives in `heartbeat`, and NCCL's record in `hang_reports`.
 
     Args:
         timeout_seconds: As in `enable_nccl_flight_recorder`.
+        observe_others: context in which the function that it is given is called for each collective
+            that no method of a process group runs.
     """
     if torch.cuda.is_available():
         enable_nccl_flight_recorder(heartbeat, hang_reports, timeout_seconds)
@@ -147,9 +157,14 @@ def record_collectives(
         heartbeat.record_wait(is_waiting=False)  # not after an error: the watchdog needs the wait
         return result
 
+    def record(group: dist.ProcessGroup, operation: str, num_elements: int) -> None:
+        channel = _find_channel(channels, group)
+        heartbeat.record_collective(channel, OPERATIONS.index(operation), num_elements)
+
     dist.Work.wait = wait  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with observe_others(record) if observe_others is not None else nullcontext():
+            yield
     finally:
         dist.Work.wait = former_wait  # type: ignore[method-assign]
         for name, method in former.items():
@@ -167,20 +182,30 @@ def _wrap_method(
     paired = operation in ("send", "recv")
 
     def enter(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
-        peer = int(arguments[1]) if paired else -1
-        sender, receiver = (group.rank(), peer) if operation == "send" else (peer, group.rank())
-        key = (group.group_name, sender, receiver) if paired else (group.group_name, -1, -1)
-        channel = channels.get(key)
-        if channel is None:
-            ranks = dist.get_process_group_ranks(group)
-            channel = build_channel(
-                group.group_name, ranks, pair=(ranks[sender], ranks[receiver]) if paired else None
-            )
-            channels[key] = channel
+        pair = None
+        if paired:
+            peer = int(arguments[1])
+            pair = (group.rank(), peer) if operation == "send" else (peer, group.rank())
+        channel = _find_channel(channels, group, pair)
         heartbeat.record_collective(channel, number, _count_elements(arguments) if even else 0)
         return method(group, *arguments, **options)
 
     return enter
+
+
+def _find_channel(
+    channels: dict[tuple[str, int, int], CommunicationChannel],
+    group: dist.ProcessGroup,
+    pair: tuple[int, int] | None = None,
+) -> CommunicationChannel:
+    """Return the channel of a group's collectives, or of the messages of a pair of its ranks."""
+    key = (group.group_name, *(pair or (-1, -1)))
+    channel = channels.get(key)
+    if channel is None:
+        ranks = dist.get_process_group_ranks(group)
+        named = None if pair is None else (ranks[pair[0]], ranks[pair[1]])
+        channel = channels[key] = build_channel(group.group_name, ranks, pair=named)
+    return channel
 
 
 def _count_elements(arguments: Sequence[Any]) -> int:
