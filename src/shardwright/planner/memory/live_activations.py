@@ -11,10 +11,12 @@ from typing import NamedTuple
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import (
     LayerActivations,
-    compute_end_activation_bytes,
-    compute_logit_bytes,
     compute_shared_table_bytes,
     get_layer_activations,
+)
+from shardwright.planner.memory.end_activations import (
+    compute_end_activation_bytes,
+    compute_logit_bytes,
 )
 from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
@@ -31,6 +33,7 @@ class LiveActivations(NamedTuple):
     message_bytes: float
     gather_bytes: float
     num_layers: int
+    """Layers through which a gradient passes, at least 1."""
     max_resident_layers: float
     """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
     can_return: bool
@@ -54,6 +57,8 @@ class LiveActivations(NamedTuple):
     ending_moments: tuple[tuple[int, float], ...]
     """Of layers that are not offloaded: layers that have not finished their backward pass, and
     bytes that they saved and that the pass of the last one of them adds."""
+    num_frozen_layers: int
+    """Layers through which no gradient passes."""
     returning_moments: tuple[tuple[int, float], ...] = ()
     """Of offloaded layers that differ: layers that have not finished their backward pass, and bytes
     of the one that computes next to the one that returns."""
@@ -247,6 +252,7 @@ def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
     saved = largest = deferred = deferring = 0.0
+    num_layers = 0
     backward = []
     kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -258,6 +264,7 @@ def compute_live_activations(
             largest = max(largest, layer.saved_bytes)
             backward.append((layer.recomputed_bytes, layer.gradient_bytes))
             kinds.append((kind, layer))
+            num_layers += count * kind.has_backward
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     stage = _compute_stage_bytes(facts, candidate, load)
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
@@ -289,7 +296,7 @@ def compute_live_activations(
         compute_shared_table_bytes(facts, candidate),
         stage.messages,
         gathers,
-        sum(load.layers),
+        max(1, num_layers),
         load.count_resident_layers(candidate),
         sum(load.layers) > load.num_stages,
         largest,
@@ -302,6 +309,7 @@ def compute_live_activations(
         deferred,
         moments,
         ending,
+        sum(load.layers) - num_layers,
         returning,
     )
 

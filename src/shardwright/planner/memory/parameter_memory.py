@@ -10,6 +10,13 @@ from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.element_counts import (
+    count_adapter_elements,
+    count_group_elements,
+    count_rank_elements,
+    count_root_elements,
+    count_trained_elements,
+)
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import (
@@ -45,53 +52,15 @@ class PersistentMemory(NamedTuple):
     """Offloaded matrices of blocks, which are in no other part but `parameters`."""
 
 
-def _sum_parameters(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> ParameterElements:
-    elements = facts.count_elements(candidate.layout)
-    total = ParameterElements()
-    for layer, count in zip(elements.layers, load.layers, strict=True):
-        total = total.add(layer.multiply(count))
-    if load.has_embedding or (load.has_head and facts.shape.tied_embeddings):
-        total = total.add(elements.embedding)
-    return total.add(elements.head) if load.has_head else total
-
-
-def count_adapter_elements(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad
-) -> ParameterElements:
-    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], sharded
-    like their matrix."""
-    adapter = candidate.adapter
-    layout = candidate.layout
-    assert adapter is not None
-    total = ParameterElements()
-    for kind, count in zip(facts.kinds, load.layers, strict=True):
-        for product in (*kind.matmuls, *kind.expert_matmuls):
-            if product.role not in adapter.roles:
-                continue
-            num_in = product.num_inputs / (layout.tp if product.sharding == "rows" else 1)
-            num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
-            shards = layout.fsdp if layout.zero_stage >= 1 else 1
-            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            num_matrices = facts.count_local_matrices(kind, product, layout.ep)
-            total = total.add(
-                ParameterElements(adapter.rank * (num_in + num_out), shard).multiply(
-                    count * num_matrices
-                )
-            )
-    return total
-
-
 def compute_persistent_memory(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> PersistentMemory:
     """Compute the memory of a rank that persists between steps."""
     engine = candidate.engine
     stage = candidate.layout.zero_stage
-    parameters = _sum_parameters(facts, candidate, load)
+    parameters = count_rank_elements(facts, candidate, load)
     master = candidate.master_bytes
-    trained = (
-        parameters if candidate.adapter is None else count_adapter_elements(facts, candidate, load)
-    )
+    trained = count_trained_elements(facts, candidate, load)
     moved = compute_moved_weights(facts, candidate, load.layers)
     weights = _compute_weight_bytes(facts, candidate, load, parameters, trained) - moved.weights
     if candidate.reference == "frozen":
@@ -188,34 +157,6 @@ def _compute_weight_bytes(
     )
 
 
-def count_group_elements(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, should_skip_moved: bool = False
-) -> float:
-    """Count the elements of the largest group of blocks that is gathered together.
-
-    `should_skip_moved` leaves out weights that are offloaded.
-    """
-    by_part = facts.count_elements(candidate.layout)
-    moved_share = should_skip_moved and candidate.parameter_offload != "none"
-    present = [
-        layer.local - moved_share * layer.movable
-        for layer, count in zip(by_part.layers, load.layers, strict=True)
-        if count
-    ]
-    return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
-
-
-def count_root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Count the elements gathered with the root module: embedding and head of the stage."""
-    by_part = facts.count_elements(candidate.layout)
-    elements = (
-        by_part.embedding.local
-        if load.has_embedding or (load.has_head and facts.shape.tied_embeddings)
-        else 0.0
-    )
-    return elements + (by_part.head.local if load.has_head else 0.0)
-
-
 def compute_gathered_bytes(
     facts: ModelFacts,
     candidate: Candidate,
@@ -297,7 +238,14 @@ def _count_cast_elements(
             for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
             if has_saved_casts(candidate, kind)
         )
-    return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
+    unsaved = 0.0
+    for kind, layer, count in zip(
+        facts.kinds, facts.count_elements(candidate.layout).layers, load.layers, strict=True
+    ):
+        if not kind.has_backward:
+            unsaved += layer.local_matrices * count
+    root = count_root_elements(facts, candidate, load)
+    return max(0.0, parameters.local_matrices - root - unsaved)
 
 
 def compute_working_bytes(
@@ -334,8 +282,12 @@ def compute_working_bytes(
 
 def has_saved_casts(candidate: Candidate, kind: LayerKind) -> bool:
     """Return True if each micro-batch saves a layer's casts of replicated weights."""
-    return _has_casts(candidate) and not candidate.engine.should_recompute_casts(
-        get_layer_recompute(kind, candidate.recompute)
+    return (
+        kind.has_backward
+        and _has_casts(candidate)
+        and not candidate.engine.should_recompute_casts(
+            get_layer_recompute(kind, candidate.recompute)
+        )
     )
 
 
@@ -426,7 +378,7 @@ def compute_pending_gradient_bytes(
     num_groups: int = 1,
 ) -> float:
     """Compute gradient bytes not yet allocated at the peak of an early layer's backward pass:
-    those of the first `num_groups` groups of layers and the embedding's.
+    those of the first `num_groups` groups of layers that have any, and the embedding's.
 
     Zero if gradients of earlier micro-batches or buckets exist already.
     """
@@ -435,8 +387,10 @@ def compute_pending_gradient_bytes(
         or not persistent.trained_parameters.local
     ):
         return 0.0
-    by_part = facts.count_elements(candidate.layout)
-    pending = num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
+    by_part = facts.count_trained_elements(candidate.layout)
+    pending = num_groups * count_group_elements(
+        facts, candidate, load, should_skip_moved=True, should_skip_frozen=True
+    )
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.parameter_memory import count_adapter_elements
+from shardwright.planner.memory.element_counts import count_adapter_elements
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ParameterElements
 from shardwright.planner.time.communication import NetworkModel
