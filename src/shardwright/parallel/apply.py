@@ -317,7 +317,8 @@ def _build_pipeline(
     if model.fsdp_modules:
         module = StageRoot(model.decoder)
         apply_fsdp_root(module, mesh)
-    model.overlap_reductions(_find_stages(model, stages))
+    stage_of_parameter = _find_stages(model, stages)
+    model.overlap_reductions(stage_of_parameter)
     pipeline = Pipeline(
         module,
         model.decoder,
@@ -326,6 +327,10 @@ def _build_pipeline(
         mesh,
         model.device,
         gradient_store,
+        # That of a tied embedding is in the first stage, too.
+        first_trained_stage=min(
+            (stage_of_parameter.get(name, 0) for name in model.trainable), default=len(stages)
+        ),
         set_gradient_sync=model.fsdp_modules[-1].set_requires_gradient_sync
         if model.fsdp_modules
         else None,

@@ -40,6 +40,17 @@ def count_product_elements(
     return ProductElements(down, up, output, projections)
 
 
+def count_largest_matrix(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Count the elements of a layer's largest matrix on this rank."""
+    layout = candidate.layout
+    return max(
+        _count_local_outputs(product, layout.tp)
+        * _count_local_inputs(product, layout.tp)
+        * facts.count_local_matrices(kind, product, layout.ep)
+        for product in (*kind.matmuls, *kind.expert_matmuls)
+    )
+
+
 def find_frozen_products(kind: LayerKind) -> frozenset[Products]:
     """Find the products of a layer of which all matrices are frozen: they save no input.
 

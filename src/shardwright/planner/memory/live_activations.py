@@ -204,7 +204,9 @@ class _StageBytes(NamedTuple):
     output_gradient: float = 0.0
 
 
-def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _StageBytes:
+def _compute_stage_bytes(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, has_frozen_layers: bool
+) -> _StageBytes:
     if candidate.layout.pp == 1:
         return _StageBytes()
     token_bytes = facts.shape.hidden_size * candidate.activation_bytes
@@ -218,7 +220,9 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
             messages += (load.num_in_flight - 1.0) * _compute_loss_bytes(facts, candidate)
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
-        return _StageBytes(num_outputs * message, messages, message)
+        # No layer saves the input of a stage whose first layer is below all gradients.
+        num_inputs = has_frozen_layers * (load.num_stages - load.has_embedding)
+        return _StageBytes((num_outputs + num_inputs) * message, messages, message)
     # Inputs that other ranks sent do not leave with their layers' saved tensors, and the gradient
     # of an output remains after the last layer has read it.
     has_gradient = num_outputs > 0 and sum(load.layers) > load.num_stages
@@ -266,7 +270,10 @@ def compute_live_activations(
             kinds.append((kind, layer))
             num_layers += count * kind.has_backward
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
-    stage = _compute_stage_bytes(facts, candidate, load)
+    num_frozen_layers = sum(load.layers) - num_layers
+    stage = _compute_stage_bytes(
+        facts, candidate, load, has_frozen_layers=num_frozen_layers > 0
+    )
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient
@@ -309,7 +316,7 @@ def compute_live_activations(
         deferred,
         moments,
         ending,
-        sum(load.layers) - num_layers,
+        num_frozen_layers,
         returning,
     )
 

@@ -211,7 +211,7 @@ def compute_gathered_bytes(
     if candidate.is_sharded:
         num_elements = parameters.local - is_moved * parameters.movable
         return num_elements * candidate.get_gather_bytes(parameters)
-    if not _has_casts(candidate):
+    if not casts_weights(candidate):
         return 0.0
     # Casts are saved for the backward pass with the activations of their layer, once per
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
@@ -225,6 +225,20 @@ def compute_gathered_bytes(
     if resident != inf:
         saved = min(saved, resident * count_group_elements(facts, candidate, load))
     return saved * size + root_bytes
+
+
+def compute_saved_cast_bytes(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    parameters: ParameterElements,
+    num_passes: float,
+) -> float:
+    """Compute the bytes of casts of replicated weights that so many passes have saved."""
+    if not casts_weights(candidate):
+        return 0.0
+    saved = _count_cast_elements(facts, candidate, load, parameters) * num_passes
+    return saved * candidate.engine.get_gather_bytes(candidate.activation_bytes)
 
 
 def _count_cast_elements(
@@ -284,14 +298,14 @@ def has_saved_casts(candidate: Candidate, kind: LayerKind) -> bool:
     """Return True if each micro-batch saves a layer's casts of replicated weights."""
     return (
         kind.has_backward
-        and _has_casts(candidate)
+        and casts_weights(candidate)
         and not candidate.engine.should_recompute_casts(
             get_layer_recompute(kind, candidate.recompute)
         )
     )
 
 
-def _has_casts(candidate: Candidate) -> bool:
+def casts_weights(candidate: Candidate) -> bool:
     """Return True if replicated weights are cast to the compute precision at each use."""
     engine = candidate.engine
     return (
@@ -308,7 +322,7 @@ def compute_offloaded_cast_bytes(
 ) -> float:
     """Compute the bytes of cast weights that have left the device with a layer's saved
     tensors: all but those of the last layer."""
-    if candidate.activation_offload == "none" or not _has_casts(candidate):
+    if candidate.activation_offload == "none" or not casts_weights(candidate):
         return 0.0
     saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
     remaining = saved - count_group_elements(facts, candidate, load)

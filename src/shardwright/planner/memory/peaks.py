@@ -21,6 +21,7 @@ from shardwright.planner.memory.activations import compute_quantising_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.memory.element_counts import count_group_elements, count_root_elements
 from shardwright.planner.memory.end_activations import compute_logit_bytes
+from shardwright.planner.memory.forward_peak import compute_forward_peak_bytes
 from shardwright.planner.memory.live_activations import (
     LiveActivations,
     compute_live_activations,
@@ -36,6 +37,7 @@ from shardwright.planner.memory.parameter_memory import (
     compute_pending_reduction_bytes,
     compute_persistent_memory,
     compute_reduction_bytes,
+    compute_saved_cast_bytes,
     compute_working_bytes,
     has_earlier_gradients,
     has_saved_casts,
@@ -73,6 +75,7 @@ def predict_memory(
             for moment in last_passes
         ),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
+        *_list_forward_peaks(facts, candidate, load, persistent, live),
         _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
@@ -216,7 +219,8 @@ def _compute_loss_peak(
         moments.append(
             _Moment(others + live.recomputed_bytes + live.gradient_bytes, remaining, beside_leaving)
         )
-    if load.has_head and not (candidate.has_fused_norms or candidate.has_fused_functions):
+    is_norm_fused = candidate.has_fused_norms or candidate.has_fused_functions
+    if load.has_head and facts.has_hidden_gradient and not is_norm_fused:
         # The last norm's gradient, before any layer has freed activations; the norm's output
         # and its gradient.
         stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
@@ -249,8 +253,15 @@ def _compute_loss_peak(
                 saved - max(freed, reduced) + added, remaining, in_reduced, workspaces=in_reduction
             )
             for freed, added in live.backward_moments
+            if not _has_one_backward_group(candidate, live)
         ]
     return _find_peak(facts, candidate, load, persistent, gradients, moments)
+
+
+def _has_one_backward_group(candidate: Candidate, live: LiveActivations) -> bool:
+    """Return True if no other group's gradients are reduced during the backward pass of a group,
+    because the layers below it have none."""
+    return live.num_frozen_layers > 0 and live.num_layers <= candidate.layout.wrap_blocks
 
 
 def _find_peak(
@@ -314,9 +325,11 @@ def _compute_backward_peak(
     num_returning = min(1, num_layers - 1)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
-    workspaces = compute_pending_reduction_bytes(
-        candidate, count_group_elements(facts, candidate, load, should_skip_frozen=True)
-    )
+    workspaces = 0.0
+    if not _has_one_backward_group(candidate, live):
+        workspaces = compute_pending_reduction_bytes(
+            candidate, count_group_elements(facts, candidate, load, should_skip_frozen=True)
+        )
     # The root's group is reduced when this layer has finished.
     freed = live.largest_layer_bytes
     if candidate.engine.has_ordered_frees:
@@ -394,4 +407,48 @@ def _list_embedding_peaks(
             activations=others + rows * max(candidate.master_bytes, candidate.activation_bytes),
             workspaces=workspaces,
         )
+    ]
+
+
+def _list_forward_peaks(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: LiveActivations,
+) -> list[MemoryParts]:
+    """Return memory in the forward passes of layers through which no gradient passes, next to the
+    saved tensors of other passes. Other layers have more in their backward passes.
+
+    FSDP2 has the root's parameters, and those of one more group than in a backward pass.
+    """
+    kinds = [
+        kind
+        for kind, count in zip(facts.kinds, load.layers, strict=True)
+        if count and not kind.has_backward
+    ]
+    if not kinds:
+        return []
+    num_others = max(0.0, load.num_in_flight - 1.0)
+    parameters = persistent.parameters
+    if candidate.is_sharded:
+        gathered = compute_gathered_bytes(
+            facts, candidate, load, parameters, should_include_root=True
+        )
+    else:
+        gathered = compute_saved_cast_bytes(facts, candidate, load, parameters, num_others)
+    if candidate.gathers_each_pass:
+        size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+        gathered += count_group_elements(facts, candidate, load) * size
+    # Next to the output of another pass, which is being sent.
+    others = live.compute_saved_bytes(num_others) + live.stage_output_bytes
+    return [
+        MemoryParts(
+            weights=persistent.weights,
+            optimizer=persistent.optimizer,
+            gradients=compute_gradient_bytes_at_loss(candidate, persistent.gradients),
+            activations=others + compute_forward_peak_bytes(facts, kind, candidate),
+            gathered=gathered + persistent.moved.compute_weight_bytes(2.0),
+        )
+        for kind in kinds
     ]
