@@ -51,6 +51,9 @@ class LiveActivations(NamedTuple):
     pass, until its own backward pass."""
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
+    pending_layer_bytes: float
+    """Bytes of one pass through the rank's layers before or after their backward passes, at most,
+    where gradients of weights are computed later."""
     backward_moments: tuple[tuple[float, float], ...]
     """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
     pass adds."""
@@ -127,7 +130,7 @@ class LiveActivations(NamedTuple):
         return (
             self.compute_saved_bytes(moment.num_saved)
             + deferred
-            + (num_layers - 1.0) / self.num_layers * self.deferred_layer_bytes
+            + (num_layers - 1.0) / self.num_layers * self.pending_layer_bytes
             + self.largest_layer_bytes
             + self.deferring_bytes
         )
@@ -314,6 +317,8 @@ def compute_live_activations(
         stage.output,
         _compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
         deferred,
+        # Frozen products defer less than they and others save.
+        max(deferred, saved) if facts.frozen_names else deferred,
         moments,
         ending,
         num_frozen_layers,
