@@ -18,7 +18,9 @@ def compute_end_activation_bytes(facts: ModelFacts, candidate: Candidate) -> tup
     return (
         8.0 * tokens * facts.is_embedding_trained,
         facts.has_hidden_gradient
-        * candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes,
+        * candidate.residual_tokens
+        * facts.shape.hidden_size
+        * candidate.activation_bytes,
     )
 
 

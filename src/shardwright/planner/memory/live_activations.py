@@ -274,9 +274,7 @@ def compute_live_activations(
             num_layers += count * kind.has_backward
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     num_frozen_layers = sum(load.layers) - num_layers
-    stage = _compute_stage_bytes(
-        facts, candidate, load, has_frozen_layers=num_frozen_layers > 0
-    )
+    stage = _compute_stage_bytes(facts, candidate, load, has_frozen_layers=num_frozen_layers > 0)
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient

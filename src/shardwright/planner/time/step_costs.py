@@ -349,7 +349,7 @@ class StepCosts:
                 self.network.cluster.profile,
             )
             forward += count * (waits[0] + gather_seconds)
-            backward += count * (waits[1] + gather_seconds)
+            backward += kind.has_backward * count * (waits[1] + gather_seconds)
         share = 1.0 - (candidate.layout.pp == 1) / num_layers
         return share * forward, share * backward
 
