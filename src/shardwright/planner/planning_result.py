@@ -278,8 +278,8 @@ def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Clust
 def _list_omissions(recipe: Recipe, template: Candidate) -> Iterator[str]:
     if recipe.model.freeze and template.adapter is not None:
         yield (
-            "model.freeze: adapters freeze all of the model's weights, so predictions with adapters "
-            "do not depend on it; `train` refuses both"
+            "model.freeze: adapters freeze all of the model's weights, so predictions with "
+            "adapters do not depend on it; `train` refuses both"
         )
 
 

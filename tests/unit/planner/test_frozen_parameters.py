@@ -108,11 +108,12 @@ def test_frozen_matrices_have_gradients_of_inputs_only() -> None:
     assert frozen.seconds.forward == whole.seconds.forward
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_trained_parameters_are_reduced_and_groups_gathered_whole(zero_stage: int) -> None:
-    layout = (
-        Layout(dp_replicate=2) if zero_stage == 0 else Layout(dp_shard=2, zero_stage=zero_stage)
-    )  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp_replicate=2), *(Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3))],
+    ids=str,
+)
+def test_trained_parameters_are_reduced_and_groups_gathered_whole(layout: Layout) -> None:
     candidate = Candidate(layout, 128)
 
     def compute(facts: ModelFacts) -> tuple[StepCosts, StageLoad]:
@@ -125,7 +126,7 @@ def test_trained_parameters_are_reduced_and_groups_gathered_whole(zero_stage: in
     frozen = compute_rank_traffic(frozen_costs, load)
     whole = compute_rank_traffic(*compute(build_facts()))
     assert frozen.gather_seconds == pytest.approx(whole.gather_seconds)
-    assert frozen.backward_gather_share == pytest.approx(0.5)
+    assert frozen.backward_gather_share == pytest.approx(0.75)  # one group is gathered ahead
     assert 0.4 < frozen.reduce_seconds / whole.reduce_seconds < 0.6
     trained = count_trained_elements(frozen_costs.facts, candidate, load)
     everything = count_trained_elements(build_facts(), candidate, StageLoad((4,)))
@@ -151,4 +152,5 @@ def test_a_stage_that_is_frozen_takes_no_time_of_an_update() -> None:
     for candidate in (template, replace(template, offload="optimizer_disk")):
         step = build_predictor(facts).build_step(candidate)
         assert step.predict().optimizer >= 0.0
-        assert step.stage_seconds[0].backward == 0.0 < step.stage_seconds[1].backward
+        # The look-up of embeddings is counted half in each direction.
+        assert step.stage_seconds[0].backward < 0.001 * step.stage_seconds[1].backward

@@ -158,8 +158,12 @@ def _leave_out_frozen(
     if candidate.is_sharded and not trained[2].local:
         # The root has nothing to reduce: the last reduction is that of a group.
         last_reduce_seconds = reductions.reduce_seconds / max(1, -(-num_backward // wrap_blocks))
-    backward_elements = sum(
-        count * layer.local for kind, layer, count in counted if kind.has_backward
+    # Groups are gathered ahead of backward passes that do not come.
+    num_frozen = sum(load.layers) - num_backward
+    num_ahead = min(num_frozen, candidate.layout.num_gathers_ahead * wrap_blocks)
+    gathered = sum(
+        count * layer.local * (1.0 if kind.has_backward else num_ahead / num_frozen)
+        for kind, layer, count in counted
     )
     return replace(
         traffic,
@@ -167,7 +171,7 @@ def _leave_out_frozen(
         last_reduce_seconds=last_reduce_seconds,
         replica_reduce_seconds=reductions.replica_reduce_seconds,
         idle_share=reductions.idle_share,
-        backward_gather_share=backward_elements / max(1.0, parts[0].local),
+        backward_gather_share=gathered / max(1.0, parts[0].local),
     )
 
 
