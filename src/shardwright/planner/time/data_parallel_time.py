@@ -161,8 +161,9 @@ def _leave_out_frozen(
     # Groups are gathered ahead of backward passes that do not come.
     num_frozen = sum(load.layers) - num_backward
     num_ahead = min(num_frozen, candidate.layout.num_gathers_ahead * wrap_blocks)
+    share_ahead = num_ahead / max(1, num_frozen)
     gathered = sum(
-        count * layer.local * (1.0 if kind.has_backward else num_ahead / num_frozen)
+        count * layer.local * (1.0 if kind.has_backward else share_ahead)
         for kind, layer, count in counted
     )
     return replace(
