@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.architecture import ModelShape
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, PipelineStage
 from shardwright.model.decoder import Decoder
@@ -401,3 +402,24 @@ class _StepExecution:
             self.pipeline.module(
                 nothing=torch.zeros((), requires_grad=True, device=self.pipeline.device)
             ).backward()
+
+
+def find_parameter_stages(shape: ModelShape, stages: Sequence[PipelineStage]) -> dict[str, int]:
+    """Return the stage of each parameter that only one stage uses: all but a tied embedding."""
+    found = {}
+    for spec in shape.list_parameters():
+        is_input = spec.role in ("embedding", "positions")
+        if spec.role == "embedding" and shape.tied_embeddings:
+            continue
+        found[spec.name] = next(
+            stage.index
+            for stage in stages
+            if (
+                spec.layer in stage.layers
+                if spec.layer is not None
+                else stage.has_embedding
+                if is_input
+                else stage.has_head
+            )
+        )
+    return found

@@ -174,9 +174,7 @@ def plan_recipe(
     template = replace(
         build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
     )
-    facts = get_recipe_facts(recipe, read_planning_shape(recipe))
-    if template.adapter is not None:  # which freezes all
-        facts = get_model_facts(facts.shape)
+    facts = _get_facts(recipe, template)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     predictor = Predictor(facts, cluster, efficiency)
     # Raise for an unsupported precision before the search starts.
@@ -273,6 +271,12 @@ def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Clust
     if section is None or template.scaled_shares is None:
         return None
     return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
+
+
+def _get_facts(recipe: Recipe, template: Candidate) -> ModelFacts:
+    """Return the facts of the recipe's model, of which adapters freeze all."""
+    facts = get_recipe_facts(recipe, read_planning_shape(recipe))
+    return facts if template.adapter is None else get_model_facts(facts.shape)
 
 
 def _list_omissions(recipe: Recipe, template: Candidate) -> Iterator[str]:

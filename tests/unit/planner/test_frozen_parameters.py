@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwright.architecture.frozen_names import LayerTraining, list_layer_training, match_frozen
+from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
@@ -79,10 +80,10 @@ def test_predicted_flops_are_those_that_training_counts(patterns: tuple[str, ...
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_layers_without_a_backward_pass_save_send_and_compute_nothing_for_it(
-    recompute: str,
+    recompute: RecomputeMode,
 ) -> None:
     facts = build_facts(*LOWER_HALF)
-    candidate = Candidate(Layout(tp=2, cp=2, cp_method="ring"), 128, recompute=recompute)  # type: ignore[arg-type]
+    candidate = Candidate(Layout(tp=2, cp=2, cp_method="ring"), 128, recompute=recompute)
     costs = build_predictor(facts).compute_layer_costs(candidate)
     whole = build_predictor(build_facts()).compute_layer_costs(candidate)
     for kind, passes in zip(facts.kinds, costs.layers, strict=True):

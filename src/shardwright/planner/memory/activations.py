@@ -163,25 +163,12 @@ def _compute_layer_activations(
     engine = candidate.engine
     tensors = engine.count_saved_tensors(candidate.adapted_roles)
     size = candidate.activation_bytes
-    stream = candidate.residual_tokens
-    residual = stream * shape.hidden_size * size
+    residual = candidate.residual_tokens * shape.hidden_size * size
     matmul_input = _compute_column_input_bytes(candidate, facts)
     attention = compute_attention_bytes(facts, kind, candidate)
     inner, inner_matmuls, inner_gradients = compute_feed_forward_bytes(facts, kind, candidate)
     frozen = find_frozen_products(kind)
-
-    num_pre_norms = sum(
-        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
-    )
-    num_post_norms = kind.num_norms - num_pre_norms
-    if shape.parallel_residual:
-        num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
-    # PyTorch's kernel takes the input in the precision of the weight, which is fp32 with an offset.
-    has_copies = shape.norm_offset != 0.0 and candidate.has_fused_norms
-    fp32_factor = max(size, 4) / size if has_copies and not candidate.has_fused_functions else 1.0
-    total = (
-        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
-    ) * residual * fp32_factor + 4 * kind.num_norms * stream
+    num_post_norms, total = _compute_norm_bytes(facts, kind, candidate)
     unsaved_inputs = matmul_input * (
         ("projections" in frozen) + ("up" in frozen and not kind.shape.sparse)
     )
@@ -203,8 +190,6 @@ def _compute_layer_activations(
         dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
     total += attention.saved + inner - dropped + compute_adapter_input_bytes(facts, kind, candidate)
     mode = get_layer_recompute(kind, candidate.recompute)
-    if "attention_out" in frozen and attention.scores:
-        total -= candidate.micro_batch_tokens * shape.query_width / candidate.layout.tp * size
     tensors_of_block = build_block_tensors(facts, kind, candidate, is_repeated=mode != "none")
     gradients = engine.compute_block_gradient_bytes(
         tensors_of_block, max(inner_gradients, attention.gradients)
@@ -272,6 +257,29 @@ def _compute_layer_activations(
         if candidate.layout.tp == 1:  # the weighted sum is no product
             saved -= _compute_branch_output_bytes(candidate, facts)
     return LayerActivations(saved, recomputed, gradients, *deferred)
+
+
+def _compute_norm_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[int, float]:
+    """Return the number of norms after a branch, and the bytes that a layer's norms save."""
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles)
+    stream = candidate.residual_tokens
+    residual = stream * shape.hidden_size * size
+    num_pre_norms = sum(
+        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
+    )
+    num_post_norms = kind.num_norms - num_pre_norms
+    if shape.parallel_residual:
+        num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
+    # PyTorch's kernel takes the input in the precision of the weight, which is fp32 with an offset.
+    has_copies = shape.norm_offset != 0.0 and candidate.has_fused_norms
+    fp32_factor = max(size, 4) / size if has_copies and not candidate.has_fused_functions else 1.0
+    return num_post_norms, (
+        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
+    ) * residual * fp32_factor + 4 * kind.num_norms * stream
 
 
 def _compute_communicated_bytes(

@@ -53,7 +53,7 @@ class LiveActivations(NamedTuple):
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
     pending_layer_bytes: float
     """Bytes of one pass through the rank's layers before or after their backward passes, at most,
-    where gradients of weights are computed later."""
+    where gradients of weights are computed later. Frozen products save more than they defer."""
     backward_moments: tuple[tuple[float, float], ...]
     """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
     pass adds."""
@@ -207,9 +207,13 @@ class _StageBytes(NamedTuple):
     output_gradient: float = 0.0
 
 
-def _compute_stage_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, has_frozen_layers: bool
-) -> _StageBytes:
+def _count_frozen_layers(facts: ModelFacts, load: StageLoad) -> int:
+    """Count the layers through which no gradient passes."""
+    kinds = zip(facts.kinds, load.layers, strict=True)
+    return sum(count for kind, count in kinds if not kind.has_backward)
+
+
+def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _StageBytes:
     if candidate.layout.pp == 1:
         return _StageBytes()
     token_bytes = facts.shape.hidden_size * candidate.activation_bytes
@@ -224,6 +228,7 @@ def _compute_stage_bytes(
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
         # No layer saves the input of a stage whose first layer is below all gradients.
+        has_frozen_layers = _count_frozen_layers(facts, load) > 0
         num_inputs = has_frozen_layers * (load.num_stages - load.has_embedding)
         return _StageBytes((num_outputs + num_inputs) * message, messages, message)
     # Inputs that other ranks sent do not leave with their layers' saved tensors, and the gradient
@@ -259,7 +264,6 @@ def compute_live_activations(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> LiveActivations:
     saved = largest = deferred = deferring = 0.0
-    num_layers = 0
     backward = []
     kinds = []
     for kind, count in zip(facts.kinds, load.layers, strict=True):
@@ -271,14 +275,12 @@ def compute_live_activations(
             largest = max(largest, layer.saved_bytes)
             backward.append((layer.recomputed_bytes, layer.gradient_bytes))
             kinds.append((kind, layer))
-            num_layers += count * kind.has_backward
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
-    num_frozen_layers = sum(load.layers) - num_layers
-    stage = _compute_stage_bytes(facts, candidate, load, has_frozen_layers=num_frozen_layers > 0)
+    stage = _compute_stage_bytes(facts, candidate, load)
+    num_frozen_layers = _count_frozen_layers(facts, load)
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient
-    deferring += stage.output_gradient
     gathers = _compute_sequence_bytes(facts, candidate, load)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
@@ -304,18 +306,17 @@ def compute_live_activations(
         compute_shared_table_bytes(facts, candidate),
         stage.messages,
         gathers,
-        max(1, num_layers),
+        max(1, sum(load.layers) - num_frozen_layers),
         load.count_resident_layers(candidate),
         sum(load.layers) > load.num_stages,
         largest,
         recomputed,
         gradients,
         head_bytes if load.has_head else 0.0,
-        deferring,
+        deferring + stage.output_gradient,
         stage.output,
         _compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
         deferred,
-        # Frozen products defer less than they and others save.
         max(deferred, saved) if facts.frozen_names else deferred,
         moments,
         ending,

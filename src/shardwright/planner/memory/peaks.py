@@ -21,7 +21,7 @@ from shardwright.planner.memory.activations import compute_quantising_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
 from shardwright.planner.memory.element_counts import count_group_elements, count_root_elements
 from shardwright.planner.memory.end_activations import compute_logit_bytes
-from shardwright.planner.memory.forward_peak import compute_forward_peak_bytes
+from shardwright.planner.memory.forward_peak import list_forward_peaks
 from shardwright.planner.memory.live_activations import (
     LiveActivations,
     compute_live_activations,
@@ -37,7 +37,6 @@ from shardwright.planner.memory.parameter_memory import (
     compute_pending_reduction_bytes,
     compute_persistent_memory,
     compute_reduction_bytes,
-    compute_saved_cast_bytes,
     compute_working_bytes,
     has_earlier_gradients,
     has_saved_casts,
@@ -75,7 +74,7 @@ def predict_memory(
             for moment in last_passes
         ),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
-        *_list_forward_peaks(facts, candidate, load, persistent, live),
+        *list_forward_peaks(facts, candidate, load, persistent, live),
         _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
@@ -407,48 +406,4 @@ def _list_embedding_peaks(
             activations=others + rows * max(candidate.master_bytes, candidate.activation_bytes),
             workspaces=workspaces,
         )
-    ]
-
-
-def _list_forward_peaks(
-    facts: ModelFacts,
-    candidate: Candidate,
-    load: StageLoad,
-    persistent: PersistentMemory,
-    live: LiveActivations,
-) -> list[MemoryParts]:
-    """Return memory in the forward passes of layers through which no gradient passes, next to the
-    saved tensors of other passes. Other layers have more in their backward passes.
-
-    FSDP2 has the root's parameters, and those of one more group than in a backward pass.
-    """
-    kinds = [
-        kind
-        for kind, count in zip(facts.kinds, load.layers, strict=True)
-        if count and not kind.has_backward
-    ]
-    if not kinds:
-        return []
-    num_others = max(0.0, load.num_in_flight - 1.0)
-    parameters = persistent.parameters
-    if candidate.is_sharded:
-        gathered = compute_gathered_bytes(
-            facts, candidate, load, parameters, should_include_root=True
-        )
-    else:
-        gathered = compute_saved_cast_bytes(facts, candidate, load, parameters, num_others)
-    if candidate.gathers_each_pass:
-        size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
-        gathered += count_group_elements(facts, candidate, load) * size
-    # Next to the output of another pass, which is being sent.
-    others = live.compute_saved_bytes(num_others) + live.stage_output_bytes
-    return [
-        MemoryParts(
-            weights=persistent.weights,
-            optimizer=persistent.optimizer,
-            gradients=compute_gradient_bytes_at_loss(candidate, persistent.gradients),
-            activations=others + compute_forward_peak_bytes(facts, kind, candidate),
-            gathered=gathered + persistent.moved.compute_weight_bytes(2.0),
-        )
-        for kind in kinds
     ]

@@ -64,6 +64,19 @@ class LayerSeconds:
         """Seconds of forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
+    def drop_backward(self) -> LayerSeconds:
+        """Return the seconds of the forward pass alone."""
+        return LayerSeconds(
+            self.forward,
+            backward=0.0,
+            recompute=0.0,
+            weight_gradient=0.0,
+            attention_forward=self.attention_forward,
+            attention_backward=0.0,
+            experts_forward=self.experts_forward,
+            host_forward=self.host_forward,
+        )
+
     def apply_host_delay(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
         """Extend the passes to the host's launch time if it exceeds compute and exposed
         communication."""
@@ -89,8 +102,7 @@ def compute_layer_seconds(
     moved_share = _get_moved_share(candidate, rates)
     elementwise_forward, elementwise_backward = _time_elementwise(facts, kind, candidate, rates)
     copies_forward, copies_backward = _time_copies(facts, kind, candidate, rates)
-    forward = products.forward
-    forward += attention_forward + elementwise_forward + copies_forward
+    forward = products.forward + (attention_forward + elementwise_forward + copies_forward)
     backward = (
         products.input_gradients
         + products.weight_gradients
@@ -126,17 +138,6 @@ def compute_layer_seconds(
         forward += host_forward
         backward += host_backward
         host_forward = host_backward = 0.0
-    if not kind.has_backward:
-        return LayerSeconds(
-            forward,
-            0.0,
-            0.0,
-            0.0,
-            attention_forward,
-            0.0,
-            products.experts_forward,
-            host_forward=host_forward,
-        )
     recompute = forward
     mode = get_layer_recompute(kind, candidate.recompute)
     if mode in ("selective", "mixed"):
@@ -148,7 +149,7 @@ def compute_layer_seconds(
     if mode == "mixed":
         avoided = _sum_avoided_seconds(facts, kind, candidate, rates)
         recompute = max(recompute, forward - avoided)
-    return LayerSeconds(
+    seconds = LayerSeconds(
         forward,
         backward,
         0.0 if mode == "none" else recompute,
@@ -160,6 +161,7 @@ def compute_layer_seconds(
         host_forward,
         host_backward,
     )
+    return seconds if kind.has_backward else seconds.drop_backward()
 
 
 def _get_moved_share(candidate: Candidate, rates: DeviceRates) -> float:
