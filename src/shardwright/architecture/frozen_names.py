@@ -28,7 +28,7 @@ def match_frozen(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str
                 allowed=f"a pattern such as {names[0]} or *.{names[-1].split('.')[-1]}",
             )
         frozen.update(matched)
-    if len(frozen) == len(names):
+    if frozen and len(frozen) == len(names):
         raise RecipeError(
             "every parameter would be frozen", field="model.freeze", got=", ".join(patterns)
         )

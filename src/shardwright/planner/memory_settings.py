@@ -35,11 +35,12 @@ _ALL_BYTES = 2**40
 
 
 def resolve_memory_settings(
-    facts: ModelFacts, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, tuple[str, ...]]:
     """Resolve the settings of a candidate that are `auto`, on GPUs.
 
     Args:
+        facts: None for a transformers class, whose memory is not predicted.
         free_bytes: free memory of the fullest device.
 
     Returns:
@@ -96,7 +97,8 @@ def resolve_on_empty_devices(
         return candidate, ()
     # The memory that the driver calls free is without the context.
     free_bytes = predictor.capacity_bytes - predictor.efficiency.context_bytes
-    return resolve_memory_settings(predictor.facts, candidate, free_bytes)
+    facts = None if isinstance(predictor.facts.shape, HFShape) else predictor.facts
+    return resolve_memory_settings(facts, candidate, free_bytes)
 
 
 def search_run_layouts(
@@ -137,7 +139,7 @@ def _predict_memory(facts: ModelFacts, candidate: Candidate) -> MemoryParts:
 
 
 def _choose_loss_chunk(
-    facts: ModelFacts, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     if not candidate.is_loss_chunk_auto:
         return candidate, None
@@ -148,7 +150,9 @@ def _choose_loss_chunk(
     )
 
 
-def _find_loss_chunk(facts: ModelFacts, candidate: Candidate, free_bytes: float) -> tuple[int, str]:
+def _find_loss_chunk(
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
+) -> tuple[int, str]:
     """Find the tokens of a chunk by free bytes; also return the reason.
 
     More tokens than a micro-batch has on a rank make no difference.
@@ -156,7 +160,7 @@ def _find_loss_chunk(facts: ModelFacts, candidate: Candidate, free_bytes: float)
     smallest = candidate.loss_chunk_tokens
     assert smallest is not None
     num_tokens = candidate.micro_batch_tokens
-    if isinstance(facts.shape, HFShape):
+    if facts is None:
         return smallest, "memory of transformers' own classes is not predicted"
     needed = 0.0
     for chunk_tokens in LARGER_CHUNKS:
@@ -175,14 +179,14 @@ def _find_loss_chunk(facts: ModelFacts, candidate: Candidate, free_bytes: float)
 
 
 def _choose_working_weights(
-    facts: ModelFacts, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     """Make working weights if `auto` makes none yet, they save casts and fit."""
     if (
         candidate.working_weights != "auto"
         or candidate.has_working_weights
         or (candidate.parameter_offload != "none" and candidate.adapter is None)
-        or isinstance(facts.shape, HFShape)
+        or facts is None
     ):
         return candidate, None
     copied = replace(candidate, working_weights=True)
@@ -197,7 +201,7 @@ def _choose_working_weights(
 
 
 def _choose_read_ahead(
-    facts: ModelFacts, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     """Choose the bytes of moments that are read ahead, in whole buffers.
 
@@ -210,7 +214,7 @@ def _choose_read_ahead(
         or candidate.is_updated_on_host
     ):
         return candidate, None
-    if isinstance(facts.shape, HFShape):
+    if facts is None:
         return replace(candidate, ahead_bytes=0, is_read_ahead_auto=False), None
     without = _predict_memory(facts, candidate)
     whole = _predict_memory(facts, replace(candidate, ahead_bytes=_ALL_BYTES))

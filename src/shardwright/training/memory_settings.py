@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from shardwright.architecture import HFShape
 from shardwright.planner.memory_settings import apply_memory_settings, resolve_memory_settings
 from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.training.checks.run_checks import ValidatedRun
@@ -44,7 +45,8 @@ def take_free_memory(validated_run: ValidatedRun, free_bytes: float) -> Validate
     """Return the run with the settings that the planner resolves by free bytes of the fullest
     device."""
     candidate = build_plan_candidate(validated_run.recipe, validated_run.plan)
-    facts = get_recipe_facts(validated_run.recipe, validated_run.shape)
+    shape = validated_run.shape
+    facts = None if isinstance(shape, HFShape) else get_recipe_facts(validated_run.recipe, shape)
     resolved, lines = resolve_memory_settings(facts, candidate, free_bytes)
     for line in lines:
         logger.info("%s", line)
