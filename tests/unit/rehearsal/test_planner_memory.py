@@ -85,7 +85,9 @@ class Case:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
         if "master_weights" in self.sections.get("precision", ()):
             parts += ("bf16 weights",)
-        parts += tuple(f"no {names}" for names in self.sections.get("model", {}).get("freeze", ()))
+        parts += tuple(
+            f"frozen {names}" for names in self.sections.get("model", {}).get("freeze", ())
+        )
         if self.rank:
             parts += (f"rank {self.rank}",)
         if self.kind != "bf16":

@@ -402,10 +402,27 @@ def compute_pending_gradient_bytes(
     ):
         return 0.0
     by_part = facts.count_trained_elements(candidate.layout)
-    pending = num_groups * count_group_elements(
-        facts, candidate, load, should_skip_moved=True, should_skip_frozen=True
-    )
+    pending = num_groups * _count_pending_group(facts, candidate, load)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)
     )
+
+
+def _count_pending_group(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
+    """Count the trained elements on the device of a group whose gradients are pending: of the
+    largest group, or, if parameters are frozen, of layers with the fewest, which may be the
+    first."""
+    if not facts.frozen_names:
+        return count_group_elements(facts, candidate, load, should_skip_moved=True)
+    moved_share = candidate.parameter_offload != "none"
+    trained = facts.count_trained_elements(candidate.layout).layers
+    fewest = min(
+        (
+            layer.local - moved_share * layer.movable
+            for kind, layer, count in zip(facts.kinds, trained, load.layers, strict=True)
+            if count and kind.has_backward
+        ),
+        default=0.0,
+    )
+    return fewest * min(candidate.layout.wrap_blocks, sum(load.layers))
