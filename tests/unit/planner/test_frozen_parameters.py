@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -16,6 +17,8 @@ from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
+from shardwright.planner.search.choice_costs import ChoiceCosts
+from shardwright.planner.search.space import PlanningProblem, SearchSpace
 from shardwright.planner.time.data_parallel_time import compute_rank_traffic
 from shardwright.planner.time.step_costs import StepCosts
 from shardwright.planner.time.traffic import NO_TRAFFIC
@@ -155,3 +158,22 @@ def test_a_stage_that_is_frozen_takes_no_time_of_an_update() -> None:
         assert step.predict().optimizer >= 0.0
         # The look-up of embeddings is counted half in each direction.
         assert step.stage_seconds[0].backward < 0.001 * step.stage_seconds[1].backward
+
+
+def test_the_bound_of_persistent_memory_holds_for_every_sharding() -> None:
+    """The highest ZeRO stage gathers more than it saves of frozen weights."""
+    facts = build_facts("model.*")
+    predictor = build_predictor(facts)
+    problem = PlanningProblem(Candidate(Layout(wrap_blocks=2), 128, precision="fp32"), 2, 4)
+    space = SearchSpace(facts, problem, 2)
+    costs = ChoiceCosts(predictor, problem, space)
+    num_checked = 0
+    for degrees in chain.from_iterable(space.list_degrees()):
+        pipelines = costs.get_pipeline_options(degrees)
+        if pipelines is None:
+            continue
+        bound = costs.get_min_persistent_bytes(degrees, pipelines)
+        for _, num_bytes in costs.list_sharding_bytes(degrees, pipelines):
+            assert bound <= num_bytes
+            num_checked += 1
+    assert num_checked > 4
