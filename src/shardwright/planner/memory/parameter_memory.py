@@ -402,27 +402,32 @@ def compute_pending_gradient_bytes(
     ):
         return 0.0
     by_part = facts.count_trained_elements(candidate.layout)
-    pending = num_groups * _count_pending_group(facts, candidate, load)
+    pending = _count_pending_elements(facts, candidate, load, num_groups)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)
     )
 
 
-def _count_pending_group(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Count the trained elements on the device of a group whose gradients are pending: of the
-    largest group, or, if parameters are frozen, of layers with the fewest, which may be the
-    first."""
+def _count_pending_elements(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, num_groups: int
+) -> float:
+    """Count the trained elements on the device of the first groups of layers that have any.
+
+    Each counts as the largest, unless parameters are frozen: then layers may differ much. Those of
+    a pipeline stage, whose order is not known, count as the smallest.
+    """
     if not facts.frozen_names:
-        return count_group_elements(facts, candidate, load, should_skip_moved=True)
+        return num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
     moved_share = candidate.parameter_offload != "none"
     trained = facts.count_trained_elements(candidate.layout).layers
-    fewest = min(
-        (
-            layer.local - moved_share * layer.movable
-            for kind, layer, count in zip(facts.kinds, trained, load.layers, strict=True)
-            if count and kind.has_backward
-        ),
-        default=0.0,
-    )
-    return fewest * min(candidate.layout.wrap_blocks, sum(load.layers))
+    by_slot = {
+        kind.slot: layer.local - moved_share * layer.movable
+        for kind, layer, count in zip(facts.kinds, trained, load.layers, strict=True)
+        if count and kind.has_backward
+    }
+    num_layers = min(num_groups * candidate.layout.wrap_blocks, sum(load.layers))
+    slots = [slot for slot in facts.slot_of_layer if slot in by_slot]
+    if sum(load.layers) == len(facts.slot_of_layer):
+        return sum(by_slot[slot] for slot in slots[:num_layers])
+    return num_layers * min(by_slot.values(), default=0.0)
