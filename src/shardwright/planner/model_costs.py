@@ -271,12 +271,7 @@ class ModelFacts:
     def has_hidden_gradient(self) -> bool:
         """True if the loss needs the gradient of the head's input: more than the head is
         trained."""
-        return self.has_layer_gradient or self._is_any_trained("norm")
-
-    @cached_property
-    def has_layer_gradient(self) -> bool:
-        """True if a gradient passes through the last layer."""
-        return any(kind.has_backward for kind in self.kinds)
+        return any(kind.has_backward for kind in self.kinds) or self._is_any_trained("norm")
 
     def _is_any_trained(self, *roles: str) -> bool:
         """Return True if a parameter outside the layers that has one of the roles is trained."""

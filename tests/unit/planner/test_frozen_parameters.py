@@ -177,3 +177,14 @@ def test_the_bound_of_persistent_memory_holds_for_every_sharding() -> None:
             assert bound <= num_bytes
             num_checked += 1
     assert num_checked > 4
+
+
+def test_copies_of_frozen_weights_are_cast_once_only() -> None:
+    template = Candidate(Layout(), 128, recompute="full")
+    casts = [
+        build_predictor(build_facts(*patterns)).predict(copied).time.optimizer
+        - build_predictor(build_facts(*patterns)).predict(template).time.optimizer
+        for copied in [replace(template, working_weights=True)]
+        for patterns in [(), ("*_proj.weight",), ("*_proj.weight", "lm_head.weight")]
+    ]
+    assert casts[0] > casts[1] > casts[2] == 0.0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.element_counts import (
     count_adapter_elements,
+    count_by_part,
     count_group_elements,
     count_rank_elements,
     count_root_elements,
@@ -263,16 +264,25 @@ def _count_cast_elements(
 
 
 def compute_working_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, has_codes: bool = True
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    *,
+    has_codes: bool = True,
+    should_skip_frozen: bool = False,
 ) -> float:
     """Compute the bytes of copies in the compute precision that persist between steps: of the
-    layers' matrices and the head, or of adapters. False for `has_codes` leaves out codes."""
+    layers' matrices and the head, or of adapters.
+
+    False for `has_codes` leaves out codes. `should_skip_frozen` leaves out copies that no update
+    changes.
+    """
     if not candidate.has_working_weights:
         return 0.0
     size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
     if candidate.adapter is not None:
         return count_adapter_elements(facts, candidate, load).local * size
-    elements = facts.count_elements(candidate.layout)
+    elements = count_by_part(facts, candidate, should_skip_frozen=should_skip_frozen)
     shares = candidate.quantised_shares
     dense_bytes, expert_bytes = (
         size
@@ -289,7 +299,7 @@ def compute_working_bytes(
         )
         for layer, count in zip(elements.layers, load.layers, strict=True)
     )
-    if load.has_head:
+    if load.has_head and (facts.head.is_trained or not should_skip_frozen):
         total += facts.shape.vocab_size * facts.shape.hidden_size / candidate.layout.tp * size
     return total
 

@@ -272,7 +272,9 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
             count * sum(count_weight_quantisation_bytes(facts, kind, candidate))
             for kind, count in zip(facts.kinds, load.layers, strict=True)
         )
-    num_bytes = compute_working_bytes(facts, candidate, load, has_codes=False)
+    num_bytes = compute_working_bytes(
+        facts, candidate, load, has_codes=False, should_skip_frozen=True
+    )
     if not has_one_pass_update(candidate, costs.network.cluster.accelerator.kind):
         num_bytes += num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(num_bytes + quantised_bytes)
