@@ -272,6 +272,27 @@ def test_a_stage_that_is_frozen_completely(ranks: RankPool) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2),
+        Layout(pp=2, dp_shard=2, zero_stage=3),
+        Layout(pp=2, dp_shard=2, zero_stage=2, schedule="zbv"),
+    ],
+    ids=str,
+)
+def test_no_gradient_passes_below_the_first_trained_layer(ranks: RankPool, layout: Layout) -> None:
+    """The second rank has frozen layers before trained ones, and the first rank only frozen ones
+    unless it has the last stage."""
+    verify_layout(
+        ranks,
+        CONFIG,
+        layout,
+        VerificationCase(4, tied=False),
+        model={"freeze": ["model.embed_tokens.weight", "model.layers.[012].*"]},
+    )
+
+
 def record_actions_and_reductions(layout: Layout) -> tuple[list[str], float]:
     """Return the order of a step's actions and reductions (`reduce`), and the largest difference
     of a gradient from one that is reduced after the last action.

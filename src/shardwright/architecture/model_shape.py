@@ -242,7 +242,7 @@ class ModelShape:
         trained = {
             spec.name
             for spec in specs
-            if spec.name not in frozen_names
+            if (spec.is_trained and spec.name not in frozen_names)
             and (self.adapters is None or spec.adapter_part is not None)
         }
         first_block = flop_count.find_first_trained_block(specs, trained)

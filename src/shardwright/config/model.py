@@ -65,8 +65,9 @@ class ModelSection(RecipeSection):
     """Let the Python code in the folder `path` build a model of an unknown family. The code
     runs with your permissions."""
     freeze: tuple[str, ...] = ()
-    """Parameters that keep their initial values, by name pattern (`*.bias`). A pattern without
-    a match is an error."""
+    """Parameters that keep their initial values, by name pattern (`*.bias`). They have no gradients
+    and no optimizer states; layers below all trained parameters have no backward pass. A pattern
+    without a match is an error."""
     keep_zeros: bool = False
     """Keep zeros in the matrices of `path` at zero, so that a pruned model stays pruned. Their
     gradients are excluded from all sums."""

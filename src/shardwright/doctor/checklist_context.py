@@ -16,12 +16,12 @@ from shardwright.launch.auto_layout import detect_cluster
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.memory_settings import predict_run
-from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import (
     build_plan_candidate,
     build_template,
+    get_recipe_facts,
     resolve_compilation_on,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
@@ -86,7 +86,7 @@ class ChecklistContext:
         plan = resolve_plan(recipe, self.model_shape, self.world_size)
         plan = resolve_recompute(recipe, plan, cluster)
         predictor = Predictor(
-            get_model_facts(self.model_shape),
+            get_recipe_facts(recipe, self.model_shape),
             cluster,
             load_efficiencies().get_efficiency(cluster.accelerator),
         )

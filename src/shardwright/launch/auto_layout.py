@@ -27,12 +27,12 @@ from shardwright.planner.auto_layout import (
     set_expert_dispatch,
 )
 from shardwright.planner.memory_settings import apply_memory_settings, resolve_on_empty_devices
-from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import (
     build_plan_candidate,
     choose_precision_on,
+    get_recipe_facts,
     resolve_compilation_on,
 )
 from shardwright.planner.rates.calibration import load_efficiencies
@@ -217,7 +217,7 @@ def take_planned_memory(recipe: Recipe, plan: Plan) -> tuple[Recipe, Plan, tuple
         has_fused_functions=model.fused_pointwise == "compiled",
     )
     predictor = Predictor(
-        get_model_facts(plan.shape.base_shape),
+        get_recipe_facts(recipe, plan.shape.base_shape),
         cluster,
         load_efficiencies().get_efficiency(cluster.accelerator),
     )

@@ -78,11 +78,10 @@ def build_optimizer(
         ) + _group_by_decay(
             [item for item in trainable if item[0] not in matrices], weight_decay, rule="adamw"
         )
-        groups = groups or [{"params": [], "weight_decay": 0.0, "rule": "adamw"}]
+        groups = groups or [_NO_PARAMETERS | {"rule": "adamw"}]
     else:
         groups = _group_by_decay(trainable, weight_decay)
-        # A pipeline rank whose stages are frozen has no parameters.
-        groups = groups or [{"params": [], "weight_decay": 0.0}]
+        groups = groups or [_NO_PARAMETERS]
     implementation = choose_implementation([parameter for _, parameter in trainable])
     if section.name == "sgd" and any(isinstance(parameter, DTensor) for _, parameter in trainable):
         # torch's fused SGD rounds momentum differently; resumed runs must match bit for bit.
@@ -114,6 +113,10 @@ def build_optimizer(
         ),
     )
     return optimizer
+
+
+_NO_PARAMETERS: dict[str, Any] = {"params": [], "param_names": [], "weight_decay": 0.0}
+"""Group of a pipeline rank whose stages are frozen. Torch names the members of other groups."""
 
 
 def _has_bf16(parameters: Iterable[torch.nn.Parameter]) -> bool:

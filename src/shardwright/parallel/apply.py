@@ -77,7 +77,7 @@ from shardwright.parallel.offloaded_weights import (
     find_shard_groups,
 )
 from shardwright.parallel.parallel_model import ParallelModel
-from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot
+from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot, find_parameter_stages
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import UnitReduction, store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
@@ -317,7 +317,8 @@ def _build_pipeline(
     if model.fsdp_modules:
         module = StageRoot(model.decoder)
         apply_fsdp_root(module, mesh)
-    model.overlap_reductions(_find_stages(model, stages))
+    stage_of_parameter = find_parameter_stages(model.decoder.shape, stages)
+    model.overlap_reductions(stage_of_parameter)
     pipeline = Pipeline(
         module,
         model.decoder,
@@ -326,6 +327,10 @@ def _build_pipeline(
         mesh,
         model.device,
         gradient_store,
+        # A tied embedding is in the first stage, too.
+        first_trained_stage=min(
+            (stage_of_parameter.get(name, 0) for name in model.trainable), default=0
+        ),
         set_gradient_sync=model.fsdp_modules[-1].set_requires_gradient_sync
         if model.fsdp_modules
         else None,
@@ -343,28 +348,6 @@ def _build_pipeline(
     if warning is not None and mesh.rank == 0:
         logger.warning(warning)
     return pipeline
-
-
-def _find_stages(model: ParallelModel, stages: Sequence[PipelineStage]) -> dict[str, int]:
-    """Return the stage of each parameter that only one stage uses: all but a tied embedding."""
-    shape = model.decoder.shape
-    found = {}
-    for spec in shape.list_parameters():
-        is_input = spec.role in ("embedding", "positions")
-        if spec.role == "embedding" and shape.tied_embeddings:
-            continue
-        found[spec.name] = next(
-            stage.index
-            for stage in stages
-            if (
-                spec.layer in stage.layers
-                if spec.layer is not None
-                else stage.has_embedding
-                if is_input
-                else stage.has_head
-            )
-        )
-    return found
 
 
 def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.architecture import ModelShape
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import Layout, PipelineStage
 from shardwright.model.decoder import Decoder
@@ -104,6 +105,7 @@ class Pipeline:
         device: torch.device,
         gradient_store: WeightGradientStore,
         *,
+        first_trained_stage: int,
         set_gradient_sync: Callable[[bool], None] | None,
         end_stage: Callable[[int], None] | None = None,
         enter_backward: BackwardContext | None = None,
@@ -114,6 +116,8 @@ class Pipeline:
             module: module to call: the decoder, or its `StageRoot` if FSDP2 shards it.
             stages: all stages of the pipeline.
             gradient_store: collects the weight gradients that I leaves to W.
+            first_trained_stage: first stage of the pipeline that is not entirely frozen; no
+                gradient passes through those before it.
             set_gradient_sync: sets whether FSDP2 reduces gradients at the end of the next
                 backward passes; None without FSDP2.
             end_stage: called with a stage when its gradients are complete, while other stages
@@ -126,6 +130,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self.layout = layout
         self.device = device
+        self.first_trained_stage = first_trained_stage
         self.set_gradient_sync = set_gradient_sync
         self.end_stage = end_stage
         self.rank = mesh.coordinates["pp"]
@@ -350,7 +355,7 @@ class _StepExecution:
         stage = self.pipeline.stages[action.stage]
         batch = self.micro_batches[action.micro_batch].to(self.pipeline.device)
         if hidden_BSD is not None and self.scale is not None:
-            hidden_BSD.requires_grad_()
+            hidden_BSD.requires_grad_(action.stage > self.pipeline.first_trained_stage)
         output: Tensor = self.pipeline.module(
             **self.arguments(batch), stage=stage, hidden_BTD=hidden_BSD
         )
@@ -380,7 +385,7 @@ class _StepExecution:
 
     @staticmethod
     def _run_backward(output: Tensor, gradient: Tensor) -> None:
-        if output.requires_grad:  # a first stage may be entirely frozen
+        if output.requires_grad:  # the first stages may be entirely frozen
             output.backward(gradient)
 
     def _set_gradient_sync(self, should_sync: bool) -> None:
@@ -397,3 +402,24 @@ class _StepExecution:
             self.pipeline.module(
                 nothing=torch.zeros((), requires_grad=True, device=self.pipeline.device)
             ).backward()
+
+
+def find_parameter_stages(shape: ModelShape, stages: Sequence[PipelineStage]) -> dict[str, int]:
+    """Return the stage of each parameter that only one stage uses: all but a tied embedding."""
+    found = {}
+    for spec in shape.list_parameters():
+        is_input = spec.role in ("embedding", "positions")
+        if spec.role == "embedding" and shape.tied_embeddings:
+            continue
+        found[spec.name] = next(
+            stage.index
+            for stage in stages
+            if (
+                spec.layer in stage.layers
+                if spec.layer is not None
+                else stage.has_embedding
+                if is_input
+                else stage.has_head
+            )
+        )
+    return found

@@ -17,7 +17,6 @@ from shardwright.hardware.measured_profile import load_profile
 from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
 from shardwright.planner.memory_settings import search_run_layouts
-from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import (
@@ -25,6 +24,7 @@ from shardwright.planner.problem import (
     build_problem,
     build_template,
     choose_precision_on,
+    get_recipe_facts,
     read_planning_shape,
     resolve_compilation_on,
     restrict_to_runnable,
@@ -58,7 +58,7 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
     """
     shape = read_planning_shape(recipe)
     training = recipe.training
-    facts = get_model_facts(shape)
+    facts = get_recipe_facts(recipe, shape)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
 
     resolved = resolve_precision(recipe, choose_precision_on(cluster.accelerator))
@@ -131,7 +131,8 @@ def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Pla
         cluster: devices, with at least as many as the plan has ranks.
     """
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    predictor = Predictor(get_model_facts(plan.shape.base_shape), cluster, efficiency)
+    facts = get_recipe_facts(recipe, plan.shape.base_shape)
+    predictor = Predictor(facts, cluster, efficiency)
     candidate = build_plan_candidate(recipe, plan)
     chosen, reason = choose_expert_dispatch(predictor, candidate)
     return set_expert_dispatch(plan, chosen.layout.expert_dispatch, reason)

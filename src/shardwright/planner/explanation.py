@@ -256,7 +256,7 @@ def _explain_adapters(
     predictor: Predictor, problem: PlanningProblem, chosen: Prediction
 ) -> str | None:
     """Compare low-rank adapters with training all weights."""
-    if problem.template.adapter is not None:
+    if problem.template.adapter is not None or predictor.facts.frozen_names:
         return None
     adapted = replace(
         problem, template=replace(problem.template, adapter=LowRankAdapter(EXAMPLE_LORA_RANK))

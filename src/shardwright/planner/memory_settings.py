@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.architecture import HFShape, ModelShape
+from shardwright.architecture import HFShape
 from shardwright.config.recipe import Recipe
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor, predict_rank_memory
 from shardwright.planner.search.best_first import search_layouts
@@ -34,11 +35,12 @@ _ALL_BYTES = 2**40
 
 
 def resolve_memory_settings(
-    shape: ModelShape, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, tuple[str, ...]]:
     """Resolve the settings of a candidate that are `auto`, on GPUs.
 
     Args:
+        facts: None for a transformers class, whose memory is not predicted.
         free_bytes: free memory of the fullest device.
 
     Returns:
@@ -46,7 +48,7 @@ def resolve_memory_settings(
     """
     lines: list[str] = []
     for choose in (_choose_loss_chunk, _choose_working_weights, _choose_read_ahead):
-        candidate, line = choose(shape, candidate, free_bytes)
+        candidate, line = choose(facts, candidate, free_bytes)
         if line is not None:
             lines.append(line)
     return candidate, tuple(lines)
@@ -95,7 +97,8 @@ def resolve_on_empty_devices(
         return candidate, ()
     # The memory that the driver calls free is without the context.
     free_bytes = predictor.capacity_bytes - predictor.efficiency.context_bytes
-    return resolve_memory_settings(predictor.facts.shape, candidate, free_bytes)
+    facts = None if isinstance(predictor.facts.shape, HFShape) else predictor.facts
+    return resolve_memory_settings(facts, candidate, free_bytes)
 
 
 def search_run_layouts(
@@ -130,24 +133,26 @@ def predict_found(predictor: Predictor, result: SearchResult) -> SearchResult:
     )
 
 
-def _predict_memory(shape: ModelShape, candidate: Candidate) -> MemoryParts:
+def _predict_memory(facts: ModelFacts, candidate: Candidate) -> MemoryParts:
     """Predict the bytes on the fullest rank."""
-    return max(predict_rank_memory(shape, candidate), key=lambda parts: parts.live)
+    return max(predict_rank_memory(facts, candidate), key=lambda parts: parts.live)
 
 
 def _choose_loss_chunk(
-    shape: ModelShape, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     if not candidate.is_loss_chunk_auto:
         return candidate, None
-    chunk_tokens, reason = _find_loss_chunk(shape, candidate, free_bytes)
+    chunk_tokens, reason = _find_loss_chunk(facts, candidate, free_bytes)
     return (
         replace(candidate, loss_chunk_tokens=chunk_tokens, is_loss_chunk_auto=False),
         f"loss: chunks of {chunk_tokens:,} tokens (auto: {reason})",
     )
 
 
-def _find_loss_chunk(shape: ModelShape, candidate: Candidate, free_bytes: float) -> tuple[int, str]:
+def _find_loss_chunk(
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
+) -> tuple[int, str]:
     """Find the tokens of a chunk by free bytes; also return the reason.
 
     More tokens than a micro-batch has on a rank make no difference.
@@ -155,13 +160,13 @@ def _find_loss_chunk(shape: ModelShape, candidate: Candidate, free_bytes: float)
     smallest = candidate.loss_chunk_tokens
     assert smallest is not None
     num_tokens = candidate.micro_batch_tokens
-    if isinstance(shape, HFShape):
+    if facts is None:
         return smallest, "memory of transformers' own classes is not predicted"
     needed = 0.0
     for chunk_tokens in LARGER_CHUNKS:
         if chunk_tokens >= 2 * num_tokens:
             continue
-        needed = _predict_memory(shape, replace(candidate, loss_chunk_tokens=chunk_tokens)).total
+        needed = _predict_memory(facts, replace(candidate, loss_chunk_tokens=chunk_tokens)).total
         if needed <= USED_SHARE * free_bytes:
             return chunk_tokens, (
                 f"{format_bytes(needed)} are predicted, {format_bytes(free_bytes)} free"
@@ -174,20 +179,20 @@ def _find_loss_chunk(shape: ModelShape, candidate: Candidate, free_bytes: float)
 
 
 def _choose_working_weights(
-    shape: ModelShape, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     """Make working weights if `auto` makes none yet, they save casts and fit."""
     if (
         candidate.working_weights != "auto"
         or candidate.has_working_weights
         or (candidate.parameter_offload != "none" and candidate.adapter is None)
-        or isinstance(shape, HFShape)
+        or facts is None
     ):
         return candidate, None
     copied = replace(candidate, working_weights=True)
     if not copied.has_working_weights or not saves_casts(candidate, "gpu"):
         return candidate, None
-    needed = _predict_memory(shape, copied).total
+    needed = _predict_memory(facts, copied).total
     has_memory = needed <= USED_SHARE * free_bytes
     return copied if has_memory else candidate, (
         f"working weights: {'yes' if has_memory else 'no'} (auto: with them {format_bytes(needed)} "
@@ -196,7 +201,7 @@ def _choose_working_weights(
 
 
 def _choose_read_ahead(
-    shape: ModelShape, candidate: Candidate, free_bytes: float
+    facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     """Choose the bytes of moments that are read ahead, in whole buffers.
 
@@ -209,10 +214,10 @@ def _choose_read_ahead(
         or candidate.is_updated_on_host
     ):
         return candidate, None
-    if isinstance(shape, HFShape):
+    if facts is None:
         return replace(candidate, ahead_bytes=0, is_read_ahead_auto=False), None
-    without = _predict_memory(shape, candidate)
-    whole = _predict_memory(shape, replace(candidate, ahead_bytes=_ALL_BYTES))
+    without = _predict_memory(facts, candidate)
+    whole = _predict_memory(facts, replace(candidate, ahead_bytes=_ALL_BYTES))
     spare_bytes = max(0.0, USED_SHARE * free_bytes - without.total)
     share = min(0.5, spare_bytes / max(1.0, whole.total - without.total))
     buffer_bytes = candidate.offload_buffer_bytes

@@ -7,6 +7,7 @@ count, so that a 126-layer model costs as much to evaluate as one layer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from operator import add
@@ -20,6 +21,7 @@ from shardwright.architecture.flop_count import (
     compute_mean_visible_keys,
     count_matmul_parameters,
 )
+from shardwright.architecture.frozen_names import LayerTraining, list_layer_training
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.layout import Layout, ParameterLayout, compute_local_shape
@@ -56,12 +58,14 @@ class Matmul:
     sharding: str
     """`columns`, `rows`, `vocabulary`, or `residual` if tensor parallelism replicates it."""
     has_bias: bool = False
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Equal layers of a model. `slot` is the position among the kinds, `count` the number of
-    layers, `saved_results` what they keep under `mixed` recomputation."""
+    """Equal layers of a model, of which the same is trained. `slot` is the position among the
+    kinds, `count` the number of layers, `saved_results` what they keep under `mixed`
+    recomputation."""
 
     shape: LayerShape
     slot: int
@@ -71,6 +75,13 @@ class LayerKind:
     num_norms: int
     num_tensors: int
     saved_results: LayerResults = None
+    has_backward: bool = True
+    """False if no gradient passes through the layers."""
+
+    def is_frozen(self, *roles: str) -> bool:
+        """Return True if the layer has matrices of these roles, and none of them is trained."""
+        found = [p.is_trained for p in (*self.matmuls, *self.expert_matmuls) if p.role in roles]
+        return bool(found) and not any(found)
 
 
 def get_layer_recompute(kind: LayerKind, recompute: RecomputeMode) -> RecomputeMode:
@@ -135,27 +146,38 @@ class ParameterElementsByPart:
 class ModelFacts:
     """A model shape with its layers grouped into kinds.
 
-    Layers of one kind are equal, and keep the same results (`saved_results`, one per layer).
+    Layers of one kind are equal, keep the same results (`saved_results`, one per layer), and the
+    same of them is frozen (`frozen_names`, of the whole model).
     """
 
     def __init__(
-        self, shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
+        self,
+        shape: ModelShape,
+        saved_results: tuple[LayerResults, ...] | None = None,
+        frozen_names: Collection[str] = (),
     ) -> None:
         self.shape = shape
-        layers = list(zip(shape.layers, saved_results or [None] * len(shape.layers), strict=True))
+        self.frozen_names = frozenset(frozen_names)
+        training = [LayerTraining()] * len(shape.layers)
+        if self.frozen_names:
+            training = list(list_layer_training(shape, self.frozen_names))
+        results = saved_results or [None] * len(shape.layers)
+        layers = list(zip(shape.layers, results, training, strict=True))
         counts = Counter(layers)
-        self.unique_layers = tuple(layer for layer, _ in counts)
+        self.unique_layers = tuple(layer for layer, _, _ in counts)
         self.slot_of_layer = tuple(
             map({layer: slot for slot, layer in enumerate(counts)}.__getitem__, layers)
         )
         # One layer of each kind has all parameters of the model, except for the layer number.
         self.sample = replace(shape, layers=self.unique_layers)
         self.sample_parameters = self.sample.list_parameters()
+        self._frozen_samples = self._list_frozen_samples([part for _, _, part in counts])
         self.kinds = tuple(
-            self._build_layer_kind(slot, layer, count, saved_results)
-            for slot, ((layer, saved_results), count) in enumerate(counts.items())
+            self._build_layer_kind(slot, layer, count, saved_results, part.has_backward)
+            for slot, ((layer, saved_results, part), count) in enumerate(counts.items())
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
+        self._trained_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
         self._flops_per_token: dict[int, float] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.time.pipeline`."""
@@ -164,8 +186,25 @@ class ModelFacts:
         self.activation_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.memory.activations`."""
 
+    def _list_frozen_samples(self, training: list[LayerTraining]) -> frozenset[str]:
+        """List the names of frozen parameters of the sample: of one layer of each kind."""
+        names = {
+            spec.name
+            for spec in self.sample_parameters
+            if spec.layer is None and spec.name in self.frozen_names
+        }
+        for slot, part in enumerate(training):
+            specs = [spec for spec in self.sample_parameters if spec.layer == slot]
+            names.update(specs[place].name for place in part.frozen_places)
+        return frozenset(names)
+
     def _build_layer_kind(
-        self, slot: int, layer: LayerShape, count: int, saved_results: LayerResults
+        self,
+        slot: int,
+        layer: LayerShape,
+        count: int,
+        saved_results: LayerResults,
+        has_backward: bool,
     ) -> LayerKind:
         specs = [spec for spec in self.sample_parameters if spec.layer == slot]
         products = [
@@ -182,6 +221,7 @@ class ModelFacts:
             num_tensors=len(specs),
             num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
             saved_results=saved_results,
+            has_backward=has_backward,
         )
 
     def _build_matmul(self, spec: ParameterSpec, siblings: list[ParameterSpec]) -> Matmul:
@@ -195,7 +235,12 @@ class ModelFacts:
         num_out, num_in = (first, second) if layout == "out_in" else (second, first)
         biased = any(other.is_bias and other.role == spec.role for other in siblings)
         return Matmul(
-            spec.role, num_in, num_out, TENSOR_PARALLEL_STYLES.get(spec.role, "residual"), biased
+            spec.role,
+            num_in,
+            num_out,
+            TENSOR_PARALLEL_STYLES.get(spec.role, "residual"),
+            biased,
+            spec.name not in self._frozen_samples,
         )
 
     def count_local_matrices(self, kind: LayerKind, product: Matmul, ep: int) -> float:
@@ -208,7 +253,33 @@ class ModelFacts:
     @cached_property
     def head(self) -> Matmul:
         """Output projection to the vocabulary."""
-        return Matmul("head", self.shape.hidden_size, self.shape.vocab_size, "vocabulary")
+        role = "embedding" if self.shape.tied_embeddings else "head"
+        return Matmul(
+            "head",
+            self.shape.hidden_size,
+            self.shape.vocab_size,
+            "vocabulary",
+            is_trained=self._is_any_trained(role),
+        )
+
+    @cached_property
+    def is_embedding_trained(self) -> bool:
+        """True if the table of token embeddings is trained."""
+        return self._is_any_trained("embedding")
+
+    @cached_property
+    def has_hidden_gradient(self) -> bool:
+        """True if the loss needs the gradient of the head's input: more than the head is
+        trained."""
+        return any(kind.has_backward for kind in self.kinds) or self._is_any_trained("norm")
+
+    def _is_any_trained(self, *roles: str) -> bool:
+        """Return True if a parameter outside the layers that has one of the roles is trained."""
+        return any(
+            spec.name not in self._frozen_samples
+            for spec in self.sample_parameters
+            if spec.layer is None and spec.role in roles
+        )
 
     @cached_property
     def num_parameters(self) -> int:
@@ -236,7 +307,7 @@ class ModelFacts:
 
     @cached_property
     def _model_flops(self) -> ModelFlops:
-        return self.shape.count_flops()
+        return self.shape.count_flops(self.frozen_names)
 
     @cached_property
     def _num_matmul_parameters(self) -> float:
@@ -256,16 +327,28 @@ class ModelFacts:
         `placement.build_parameter_layouts`."""
         key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
         if key not in self._element_counts:
-            self._element_counts[key] = self._count_elements(layout)
+            self._element_counts[key] = self._count_elements(layout, self.sample_parameters)
         return self._element_counts[key]
 
-    def _count_elements(self, layout: Layout) -> ParameterElementsByPart:
+    def count_trained_elements(self, layout: Layout) -> ParameterElementsByPart:
+        """Count the same of parameters that are not frozen."""
+        if not self.frozen_names:
+            return self.count_elements(layout)
+        key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
+        if key not in self._trained_counts:
+            trained = [s for s in self.sample_parameters if s.name not in self._frozen_samples]
+            self._trained_counts[key] = self._count_elements(layout, trained)
+        return self._trained_counts[key]
+
+    def _count_elements(
+        self, layout: Layout, specs: Collection[ParameterSpec]
+    ) -> ParameterElementsByPart:
         single_stage = replace(layout, pp=1, dp_replicate=1)
         layouts = build_parameter_layouts(self.sample, single_stage)
         layers = [ParameterElements() for _ in self.kinds]
         embedding = ParameterElements()
         head = ParameterElements()
-        for spec in self.sample_parameters:
+        for spec in specs:
             part = _count_parameter_elements(layouts[spec.name], spec, single_stage)
             if spec.layer is not None:
                 layers[spec.layer] = layers[spec.layer].add(part)
@@ -312,7 +395,10 @@ _RECIPES_BY_BLOCK: tuple[LowPrecisionRecipe, ...] = (
 
 @lru_cache(maxsize=1024)
 def get_model_facts(
-    shape: ModelShape, saved_results: tuple[LayerResults, ...] | None = None
+    shape: ModelShape,
+    saved_results: tuple[LayerResults, ...] | None = None,
+    frozen_names: frozenset[str] = frozenset(),
 ) -> ModelFacts:
-    """Return the cached facts of a shape and of the results that its layers keep."""
-    return ModelFacts(shape, saved_results)
+    """Return the cached facts of a shape, of the results that its layers keep, and of what is
+    frozen."""
+    return ModelFacts(shape, saved_results, frozen_names)

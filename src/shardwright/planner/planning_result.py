@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.architecture import ModelShape
-from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.errors import RecipeError
 from shardwright.hardware import Cluster
@@ -33,6 +31,7 @@ from shardwright.planner.problem import (
     build_template,
     choose_precision_on,
     explain_missing_candidate,
+    get_recipe_facts,
     read_planning_shape,
     resolve_compilation_on,
 )
@@ -172,12 +171,11 @@ def plan_recipe(
     is_auto = recipe.precision.kind == "auto" and precision is None
     choice = choose_precision_on(cluster.accelerator) if is_auto else None
     recipe = resolve_compilation_on(resolve_precision(recipe, choice), cluster.accelerator)
-    facts = get_model_facts(read_planning_shape(recipe))
-    omissions = tuple(_list_omissions(recipe, facts.shape))
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     template = replace(
         build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
     )
+    facts = _get_facts(recipe, template)
+    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     predictor = Predictor(facts, cluster, efficiency)
     # Raise for an unsupported precision before the search starts.
     predictor.get_rates(template.precision)
@@ -222,7 +220,7 @@ def plan_recipe(
         precision_reason=None if choice is None else choice.reason,
         num_measured_steps=num_measured_steps,
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
-        omissions=omissions,
+        omissions=tuple(_list_omissions(recipe, template)),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
         context_splits=splits,
@@ -275,12 +273,17 @@ def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Clust
     return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 
-def _list_omissions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    if recipe.model.freeze:
-        match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
+def _get_facts(recipe: Recipe, template: Candidate) -> ModelFacts:
+    """Return the facts of the recipe's model, of which adapters freeze all."""
+    facts = get_recipe_facts(recipe, read_planning_shape(recipe))
+    return facts if template.adapter is None else get_model_facts(facts.shape)
+
+
+def _list_omissions(recipe: Recipe, template: Candidate) -> Iterator[str]:
+    if recipe.model.freeze and template.adapter is not None:
         yield (
-            "model.freeze: memory and time are predicted as if all parameters were trained, so a "
-            "run needs less; `rehearse` takes frozen parameters into account"
+            "model.freeze: adapters freeze all of the model's weights, so predictions with "
+            "adapters do not depend on it; `train` refuses both"
         )
 
 

@@ -47,9 +47,9 @@ def predict(
     return Predictor(get_model_facts(shape), cluster, efficiency, trainer).predict(candidate)
 
 
-def predict_rank_memory(shape: ModelShape, candidate: Candidate) -> list[MemoryParts]:
+def predict_rank_memory(facts: ModelFacts, candidate: Candidate) -> list[MemoryParts]:
     """Predict the bytes of each rank that differs; they do not depend on the cluster."""
-    facts = _get_facts(get_model_facts(shape), candidate)
+    facts = _get_facts(facts, candidate)
     pipeline = get_pipeline(
         facts,
         candidate.layout,
@@ -66,7 +66,7 @@ def _get_facts(facts: ModelFacts, candidate: Candidate) -> ModelFacts:
     """Return the facts of the model's layers as the candidate recomputes them."""
     if candidate.recompute != "mixed":
         return facts
-    return get_model_facts(facts.shape, candidate.saved_results)
+    return get_model_facts(facts.shape, candidate.saved_results, facts.frozen_names)
 
 
 class Predictor:

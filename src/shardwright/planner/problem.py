@@ -9,6 +9,7 @@ from typing import get_args
 
 from shardwright.architecture import ModelShape, read_config
 from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config.recipe import Recipe, RecomputeMode
 from shardwright.errors import ArchitectureError, InputError, LayoutError, RecipeError
 from shardwright.hardware import Accelerator
@@ -23,6 +24,7 @@ from shardwright.planner.candidate import (
 )
 from shardwright.planner.engine_model import choose_optimizer_kind
 from shardwright.planner.low_precision import build_scaled_shares, read_low_precision_section
+from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.update_place import choose_update_place, find_backward_obstacle
 from shardwright.plans import (
@@ -79,6 +81,16 @@ def read_planning_shape(recipe: Recipe) -> ModelShape:
         )
     shape.check_sequence_length(recipe.training.sequence_length)
     return shape
+
+
+def get_recipe_facts(recipe: Recipe, shape: ModelShape) -> ModelFacts:
+    """Return the cached facts of a recipe's model, and of what the recipe freezes.
+
+    Raises:
+        RecipeError: a pattern of `model.freeze` matches no parameter, or they match all.
+    """
+    names = [spec.name for spec in shape.list_parameters()]
+    return get_model_facts(shape, frozen_names=match_frozen(recipe.model.freeze, names))
 
 
 def build_template(

@@ -132,6 +132,8 @@ def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
         content = (*content, "bf16 master weights")
     if template.parameter_offload != "none":
         content = (*content, template.parameter_offload)
+    if predictor.facts.frozen_names:
+        content = (*content, sorted(predictor.facts.frozen_names))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

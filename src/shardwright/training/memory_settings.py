@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from shardwright.architecture import HFShape
 from shardwright.planner.memory_settings import apply_memory_settings, resolve_memory_settings
-from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.rank_sync import RankSync
 
@@ -44,7 +45,9 @@ def take_free_memory(validated_run: ValidatedRun, free_bytes: float) -> Validate
     """Return the run with the settings that the planner resolves by free bytes of the fullest
     device."""
     candidate = build_plan_candidate(validated_run.recipe, validated_run.plan)
-    resolved, lines = resolve_memory_settings(validated_run.shape, candidate, free_bytes)
+    shape = validated_run.shape
+    facts = None if isinstance(shape, HFShape) else get_recipe_facts(validated_run.recipe, shape)
+    resolved, lines = resolve_memory_settings(facts, candidate, free_bytes)
     for line in lines:
         logger.info("%s", line)
     if resolved == candidate:

@@ -19,13 +19,13 @@ from shardwright.hardware import Cluster
 from shardwright.planner.auto_layout import apply_candidate
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.memory_settings import predict_run
-from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.problem import (
     build_problem,
     build_recipe_candidate,
     build_template,
+    get_recipe_facts,
     read_planning_shape,
     restrict_to_runnable,
 )
@@ -161,7 +161,9 @@ class _CandidateSearch:
         shape = read_planning_shape(self.recipe)
         accelerator = request.cluster.accelerator
         self.predictor = Predictor(
-            get_model_facts(shape), request.cluster, load_efficiencies().get_efficiency(accelerator)
+            get_recipe_facts(self.recipe, shape),
+            request.cluster,
+            load_efficiencies().get_efficiency(accelerator),
         )
         template = replace(build_template(self.recipe), compile=request.is_compiled)
         self.predictor.get_rates(template.precision)  # raise for a precision without units

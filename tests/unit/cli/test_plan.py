@@ -110,16 +110,30 @@ def test_a_plan_for_cpus_states_the_source_of_rates(
     assert f"rates: {rates}" in capsys.readouterr().err
 
 
-def test_a_plan_says_that_frozen_parameters_count_as_trained(
+def test_a_plan_counts_frozen_parameters(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(recipe), *A100, "--top", "1", "--json"]
+
+    def plan(*more: str) -> dict[str, Any]:
+        assert run([*words, *more]) == ExitCode.DONE
+        return read_json_output(capsys)
+
+    whole = plan()
+    freeze = ("--set", 'model.freeze=["model.embed_tokens.weight", "model.layers.0.*"]')
+    frozen = plan(*freeze)
+    assert whole["omissions"] == frozen["omissions"] == []
+    for key in ("memory_bytes", "step_seconds"):
+        assert frozen["chosen"][key]["total"] < whole["chosen"][key]["total"]
+    assert plan(*freeze, "--lora", "8")["chosen"] == plan("--lora", "8")["chosen"]
+
+
+def test_a_plan_with_adapters_says_that_freeze_changes_nothing(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", str(recipe), *A100, "--top", "1"]
-    assert run([*words, "--json"]) == ExitCode.DONE
-    assert read_json_output(capsys)["omissions"] == []
+    words = ["plan", str(recipe), *A100, "--top", "1", "--lora", "8"]
     words += ["--set", 'model.freeze=["model.layers.0.*"]']
     assert run([*words, "--json"]) == ExitCode.DONE
     (omission,) = read_json_output(capsys)["omissions"]
-    assert omission.startswith("model.freeze: ")
+    assert omission.startswith("model.freeze: adapters freeze all")
     assert run(words) == ExitCode.DONE
     assert omission in " ".join(capsys.readouterr().out.split())
 

@@ -51,6 +51,17 @@ def test_only_matrices_have_weight_decay() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_rank_without_trained_parameters_has_an_optimizer(name: str) -> None:
+    """So has a pipeline rank whose stages are frozen."""
+    module = TinyModel()
+    module.requires_grad_(False)
+    optimizer: Any = build(module, name=name)
+    assert [group["param_names"] for group in optimizer.param_groups] == [[]]
+    optimizer.prepare_step()
+    optimizer.step()
+
+
 def test_frozen_parameters_are_omitted() -> None:
     module = TinyModel()
     module.norm.requires_grad_(False)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardwright.architecture import read_config
+from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
@@ -209,6 +210,35 @@ def test_the_search_finds_the_best_layouts_with_offloading(offload: dict[str, An
     assert result.num_proven >= 8
     fastest = sorted(prediction.time.step for prediction in truth)[:8]
     assert [each.time.step for each in result.predictions[:8]] == pytest.approx(fastest, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "memory_mib"),
+    [
+        (["model.embed_tokens.weight", "model.layers.[01].*"], 22),
+        (["model.*"], 17),
+        (["*_proj.weight", "*embed*", "lm_head.weight"], 20),
+    ],
+    ids=["lower half", "all but head", "all but norms"],
+)
+def test_the_search_finds_the_best_layouts_with_frozen_parameters(
+    freeze: list[str], memory_mib: int
+) -> None:
+    """Frozen weights take least memory under any ZeRO stage, and some layers have no backward
+    pass."""
+    shape = models.read_shape("llama")
+    frozen = match_frozen(freeze, [spec.name for spec in shape.list_parameters()])
+    cluster = models.make_cluster(4, memory_bytes=memory_mib * 2**20, per_node=2)
+    predictor = Predictor(ModelFacts(shape, frozen_names=frozen), cluster, SMALL)
+    problem = PlanningProblem(Candidate(Layout(), 128), 4, 8)
+    truth = find_best_exhaustively(predictor, problem).values()
+    result = search_layouts(predictor, problem, num_layouts=8, max_extra_expansions=10**9)
+    num_expected = min(8, len(truth))
+    assert num_expected > 0
+    assert result.num_proven >= num_expected
+    fastest = sorted(prediction.time.step for prediction in truth)[:num_expected]
+    found = [each.time.step for each in result.predictions[:num_expected]]
+    assert found == pytest.approx(fastest, rel=1e-12)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

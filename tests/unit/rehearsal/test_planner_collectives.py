@@ -1,4 +1,5 @@
-"""The planner's gathers of codes and exchanges of maxima are those of a rehearsal."""
+"""The planner's gathers of codes, exchanges of maxima and communication of partly frozen models are
+those of a rehearsal."""
 
 from __future__ import annotations
 
@@ -9,19 +10,24 @@ from typing import Any
 
 import pytest
 from tests.unit.planner import models
-from tests.unit.rehearsal.test_planner_memory import Case
+from tests.unit.rehearsal.test_planner_memory import ALL_BUT_NORMS, LOWER_HALF, Case
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config.recipe import RecomputeKind
 from shardwright.config.training import PrecisionSection
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.element_counts import count_trained_elements
+from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
-from shardwright.planner.problem import build_template
+from shardwright.planner.problem import build_template, get_recipe_facts
 from shardwright.planner.published.conventions import FrameworkConventions
+from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel, build_groups
+from shardwright.planner.time.data_parallel_time import compute_rank_traffic
 from shardwright.planner.time.maxima_exchanges import list_maxima_exchanges
+from shardwright.planner.time.step_costs import StepCosts
 from shardwright.planner.time.traffic import compute_data_traffic
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.rehearsal.rank_rehearsal import rehearse_rank
@@ -159,3 +165,54 @@ def test_the_planner_exposes_the_sum_of_the_stage_that_ends_last(
     assert predict_exposed_share(candidate) == pytest.approx(exposed_share, abs=0.08)
     buckets = predict_exposed_share(replace(candidate, engine=FrameworkConventions()))
     assert buckets < 0.01
+
+
+@pytest.mark.parametrize(
+    ("layout", "freeze"),
+    [
+        (Layout(dp_shard=2, zero_stage=3), LOWER_HALF),
+        (Layout(dp_shard=2, zero_stage=2), ALL_BUT_NORMS),
+        pytest.param(Layout(dp_shard=2, zero_stage=2), LOWER_HALF, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2, zero_stage=3), ALL_BUT_NORMS, marks=pytest.mark.long),
+        pytest.param(Layout(dp_replicate=2), LOWER_HALF, marks=pytest.mark.long),
+    ],
+)
+def test_the_planner_counts_the_gathers_and_reductions_of_frozen_parameters(
+    layout: Layout, freeze: dict[str, Any]
+) -> None:
+    recipe = Case("llama", layout, sections=freeze).make_recipe()
+    shape = read_recipe_shape(recipe)
+    plan = build_plan(shape, layout, BatchPlan(64, 1, 1, 2), recipe.precision, "none")
+    found: Counter[str] = Counter()
+    for each in rehearse_rank(recipe, plan, 0).collectives:
+        if each.num_bytes > 64:  # not the loss and the norm
+            found[each.kind] += each.num_bytes
+    facts = get_recipe_facts(recipe, shape)
+    candidate = replace(build_template(recipe), layout=layout)
+    load = StageLoad(tuple(kind.count for kind in facts.kinds))
+    trained = count_trained_elements(facts, candidate, load).local
+    reduction = "reduce_scatter" if layout.zero_stage else "all_reduce"
+    predicted = {reduction: trained * candidate.reduce_bytes}
+    if layout.zero_stage:
+        network = NetworkModel(models.make_cluster(2), Efficiency())
+        rates = DeviceRates(network.cluster, Efficiency(), "bf16")
+        traffic = compute_rank_traffic(StepCosts(facts, candidate, rates, network), load)
+        by_part = facts.count_elements(layout)
+        layers = 4 * by_part.layers[0].local
+        repeated = traffic.backward_gather_share * candidate.gathers_each_pass
+        gathered = (1.0 + repeated) * layers + by_part.embedding.local + by_part.head.local
+        predicted["all_gather"] = gathered * candidate.activation_bytes
+    # The final norm, which is gathered with the last block, is counted with the root.
+    assert dict(found) == pytest.approx(predicted, rel=1e-4)
+
+
+def test_layers_below_all_trained_parameters_have_no_collectives_in_the_backward_pass() -> None:
+    def count(sections: dict[str, Any]) -> Counter[str]:
+        recipe = Case("llama", TENSOR, sections=sections).make_recipe()
+        plan = build_plan(
+            read_recipe_shape(recipe), TENSOR, BatchPlan(64, 1, 1, 1), recipe.precision, "none"
+        )
+        return Counter(each.kind for each in rehearse_rank(recipe, plan, 0).collectives)
+
+    # Of each layer two gathers and two reductions, and the gather of the embedding's gradient.
+    assert count({}) - count(LOWER_HALF) == Counter(all_gather=2 * 2 + 1, reduce_scatter=2 * 2)

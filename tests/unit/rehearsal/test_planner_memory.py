@@ -25,7 +25,7 @@ from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.parameter_memory import compute_persistent_memory
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.problem import build_template
+from shardwright.planner.problem import build_template, get_recipe_facts
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.plans import BatchPlan, build_plan
@@ -85,6 +85,9 @@ class Case:
         parts = (self.model, self.layout, self.steps, self.recompute, *self.sections)
         if "master_weights" in self.sections.get("precision", ()):
             parts += ("bf16 weights",)
+        parts += tuple(
+            f"frozen {names}" for names in self.sections.get("model", {}).get("freeze", ())
+        )
         if self.rank:
             parts += (f"rank {self.rank}",)
         if self.kind != "bf16":
@@ -116,6 +119,15 @@ WHOLE_LOGITS = {
         "loss_chunk_tokens": ROWS * TOKENS,
     }
 }
+EMBEDDING = {"model": {"freeze": ["model.embed_tokens.weight"]}}
+HEAD = {"model": {"freeze": ["lm_head.weight"]}}
+LOWER_HALF = {"model": {"freeze": ["model.embed_tokens.weight", "model.layers.[01].*"]}}
+ALL_BUT_LAST = {"model": {"freeze": ["model.embed_tokens.weight", "model.layers.[012].*"]}}
+ALL_BUT_NORMS = {"model": {"freeze": ["*_proj*", "*embed*", "lm_head.weight"]}}
+ALL_BUT_HEAD = {"model": {"freeze": ["model.*"]}}
+EXPERTS = {"model": {"freeze": ["*experts*"]}}
+FEED_FORWARD = {"model": {"freeze": ["*mlp*"]}}
+ATTENTION = {"model": {"freeze": ["*self_attn*"]}}
 BF16 = {"precision": {"kind": "bf16", "master_weights": "bf16"}}
 BF16_BLOCKS = BF16 | {"optimizer": {"name": "adamw_8bit"}}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
@@ -237,8 +249,64 @@ CASES = [
         sections=TRAINED_ON_DISK,
     ),
     Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
+    Case("llama", Layout(), sections=EMBEDDING, tolerance=0.005),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=HEAD, tolerance=0.005),
+    Case("llama", Layout(dp_replicate=2), recompute="full", sections=LOWER_HALF, tolerance=0.005),
+    Case("llama", Layout(dp_shard=4, zero_stage=1), 2, sections=ALL_BUT_LAST, tolerance=0.005),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), sections=ALL_BUT_HEAD, tolerance=0.005),
+    Case("llama", Layout(dp_shard=4, zero_stage=2), sections=ALL_BUT_NORMS, tolerance=0.005),
+    Case("llama", Layout(tp=2), recompute="selective", sections=LOWER_HALF, tolerance=0.005),
+    Case("llama", Layout(pp=2), 4, sections=ALL_BUT_LAST, tolerance=0.005),
+    Case("llama", Layout(pp=2), 4, sections=ALL_BUT_LAST, rank=1, tolerance=0.005),
+    Case("qwen3_moe", Layout(), sections=EXPERTS, tolerance=0.01),
+    Case("llama", Layout(), sections=TRAINED_ON_DISK | ATTENTION),
 ]
 LONG_CASES = [
+    *(
+        Case("llama", layout, steps, recompute, sections=sections)
+        for layout, steps, recompute in (
+            (Layout(), 1, "none"),
+            (Layout(), 1, "full"),
+            (Layout(), 2, "selective"),
+            (Layout(dp_replicate=2), 2, "none"),
+            (Layout(dp_shard=4, zero_stage=1), 2, "none"),
+            (Layout(dp_shard=4, zero_stage=2), 1, "selective"),
+            (Layout(dp_shard=4, zero_stage=3), 1, "full"),
+            (Layout(tp=2), 1, "none"),
+            (Layout(pp=2), 4, "full"),
+        )
+        for sections in (EMBEDDING, HEAD, LOWER_HALF, ALL_BUT_NORMS, ALL_BUT_HEAD, FEED_FORWARD)
+    ),
+    *(
+        Case("llama", Layout(pp=2), 4, sections=sections, rank=1)
+        for sections in (HEAD, LOWER_HALF, ALL_BUT_NORMS, ALL_BUT_HEAD)
+    ),
+    *(
+        Case("qwen3_moe", layout, recompute=recompute, sections=sections)
+        for layout, recompute, sections in (
+            (Layout(), "full", EXPERTS),
+            (Layout(tp=2), "none", EXPERTS),
+            (Layout(dp_shard=2, ep=2, zero_stage=3), "none", LOWER_HALF),
+        )
+    ),
+    *(
+        Case("llama", Layout(), sections=WORKING | sections, recompute="full")
+        for sections in (LOWER_HALF, ALL_BUT_NORMS, ALL_BUT_HEAD)
+    ),
+    Case("llama", Layout(), sections=OFFLOAD | LOWER_HALF),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK | LOWER_HALF),
+    Case("llama", Layout(), sections=BF16 | ATTENTION),
+    Case("tied", Layout(dp_shard=2, zero_stage=3), sections=EMBEDDING),
+    Case("olmo2", Layout(tp=2), sections=LOWER_HALF),
+    Case("gemma2", Layout(), sections=FEED_FORWARD),
+    Case(
+        "llama",
+        Layout(),
+        recompute="mixed",
+        saved=(NOTHING, MIDDLE, PRODUCTS, PRODUCTS),
+        sections=LOWER_HALF,
+    ),
+    Case("llama", Layout(cp=2, cp_method="ring", zero_stage=1), sections=LOWER_HALF),
     Case("qwen3_moe", replace(PADDED, dp_shard=4, ep=4), recompute="selective", tolerance=0.01),
     Case("qwen3_moe", replace(PADDED, tp=2, expert_row_limit=2.0)),
     Case("llama", Layout(pp=2), steps=4, sections=OFFLOAD),
@@ -487,7 +555,7 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     if case.sections in (FUSED, WHOLE_LOGITS):
         plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
     report = rehearse_rank(recipe, plan, case.rank)
-    facts = ModelFacts(shape.base_shape, case.saved)
+    facts = ModelFacts(shape.base_shape, case.saved, get_recipe_facts(recipe, shape).frozen_names)
     candidate = replace(
         build_template(recipe),
         layout=case.layout,

@@ -116,7 +116,8 @@ def _save_for_backward(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor
 ) -> None:
     x, weight, counts, ctx.is_transposed = inputs
-    ctx.save_for_backward(x, weight, counts)
+    # Only the weight's gradient needs x.
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, counts)
 
 
 def _compute_gradients(

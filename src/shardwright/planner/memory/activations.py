@@ -50,6 +50,7 @@ from shardwright.planner.memory.block_weights import (
     compute_adapter_input_bytes,
     compute_adapter_result_bytes,
     count_product_elements,
+    find_frozen_products,
     get_weight_bytes,
 )
 from shardwright.planner.memory.feed_forward_activations import (
@@ -124,6 +125,8 @@ def get_layer_activations(
         candidate.scaled_shares
         and (candidate.scaled_shares, layout.fsdp, layout.ep, candidate.gathers_each_pass),
     )
+    if not kind.has_backward:
+        return _NO_ACTIVATIONS
     cached = facts.activation_cache.get(key)
     if cached is None:
         cached = _compute_layer_activations(facts, kind, candidate)
@@ -141,6 +144,10 @@ def get_layer_activations(
     return cached
 
 
+_NO_ACTIVATIONS = LayerActivations(0.0, 0.0, 0.0)
+"""Those of layers through which no gradient passes."""
+
+
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Compute the bytes besides saved tensors where the last forward pass quantises operands."""
     if candidate.quantised_shares is None:
@@ -156,34 +163,27 @@ def _compute_layer_activations(
     engine = candidate.engine
     tensors = engine.count_saved_tensors(candidate.adapted_roles)
     size = candidate.activation_bytes
-    stream = candidate.residual_tokens
-    residual = stream * shape.hidden_size * size
+    residual = candidate.residual_tokens * shape.hidden_size * size
     matmul_input = _compute_column_input_bytes(candidate, facts)
     attention = compute_attention_bytes(facts, kind, candidate)
     inner, inner_matmuls, inner_gradients = compute_feed_forward_bytes(facts, kind, candidate)
-
-    num_pre_norms = sum(
-        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
+    frozen = find_frozen_products(kind)
+    num_post_norms, total = _compute_norm_bytes(facts, kind, candidate)
+    unsaved_inputs = matmul_input * (
+        ("projections" in frozen) + ("up" in frozen and not kind.shape.sparse)
     )
-    num_post_norms = kind.num_norms - num_pre_norms
-    if shape.parallel_residual:
-        num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
-    # PyTorch's kernel takes the input in the precision of the weight, which is fp32 with an offset.
-    has_copies = shape.norm_offset != 0.0 and candidate.has_fused_norms
-    fp32_factor = max(size, 4) / size if has_copies and not candidate.has_fused_functions else 1.0
-    total = (
-        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
-    ) * residual * fp32_factor + 4 * kind.num_norms * stream
-    total += tensors.column_inputs * matmul_input
+    total += tensors.column_inputs * matmul_input - unsaved_inputs
     dropped = 0.0
     if kind.shape.sparse:
         experts = shape.experts
         total += engine.compute_router_input_bytes(
             candidate.micro_batch_tokens * shape.hidden_size * max(size, 4),
             matmul_input,
-            has_shared_expert=experts is not None and experts.shared_intermediate_size > 0,
+            has_shared_expert=experts is not None
+            and experts.shared_intermediate_size > 0
+            and "up" not in frozen,
             is_half_precision=size < 4,
-            is_frozen=candidate.adapter is not None,
+            is_frozen=candidate.adapter is not None or kind.is_frozen("router"),
         )
     elif tensors.dropped_inner:
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
@@ -221,6 +221,8 @@ def _compute_layer_activations(
         experts = shape.experts if kind.shape.sparse and size < 4 else None
         if "gathered" in saved_sizes and experts and not experts.shared_intermediate_size:
             saved_sizes["gathered"] -= matmul_input * _is_gathered(candidate)  # no product saves it
+        if "gathered" in saved_sizes:
+            saved_sizes["gathered"] -= unsaved_inputs
         # Nor is the product of queries and keys, of which only the softmax is saved.
         repeated = total - residual - indices - sum(saved_sizes.values())
         repeated += attention.score_products * ("attention" in saved_sizes)
@@ -255,6 +257,29 @@ def _compute_layer_activations(
         if candidate.layout.tp == 1:  # the weighted sum is no product
             saved -= _compute_branch_output_bytes(candidate, facts)
     return LayerActivations(saved, recomputed, gradients, *deferred)
+
+
+def _compute_norm_bytes(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+) -> tuple[int, float]:
+    """Return the number of norms after a branch, and the bytes that a layer's norms save."""
+    shape = facts.shape
+    size = candidate.activation_bytes
+    tensors = candidate.engine.count_saved_tensors(candidate.adapted_roles)
+    stream = candidate.residual_tokens
+    residual = stream * shape.hidden_size * size
+    num_pre_norms = sum(
+        name is not None for name in (shape.names.pre_attention_norm, shape.names.pre_mlp_norm)
+    )
+    num_post_norms = kind.num_norms - num_pre_norms
+    if shape.parallel_residual:
+        num_pre_norms = min(num_pre_norms, 1)  # the norms of both branches share one input
+    # PyTorch's kernel takes the input in the precision of the weight, which is fp32 with an offset.
+    has_copies = shape.norm_offset != 0.0 and candidate.has_fused_norms
+    fp32_factor = max(size, 4) / size if has_copies and not candidate.has_fused_functions else 1.0
+    return num_post_norms, (
+        (tensors.norm - 1.0) * num_pre_norms + num_post_norms
+    ) * residual * fp32_factor + 4 * kind.num_norms * stream
 
 
 def _compute_communicated_bytes(
@@ -353,57 +378,11 @@ def build_block_tensors(
         is_deferred=False,
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
+        trained_elements=count_product_elements(facts, kind, candidate, should_skip_frozen=True),
+        frozen_products=find_frozen_products(kind),
+        is_router_frozen=kind.is_frozen("router"),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
         temporaries=compute_block_temporaries(facts, kind, candidate),
-    )
-
-
-def compute_end_activation_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
-    """Return bytes per micro-batch saved outside the layers: by the stage with the embedding,
-    and by the stage with the head.
-
-    The embedding saves indices. The final norm saves its input. The chunked loss saves the
-    gradient of the norm's output instead of the output; it is counted with the logits.
-    """
-    tokens = candidate.micro_batch_tokens
-    return (
-        8.0 * tokens,
-        candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes,
-    )
-
-
-def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, float]:
-    """Return the bytes at the loss, and the part of them that remains when the backward pass
-    begins.
-
-    Chunked loss: the logits of a chunk in the compute precision and, unless losses are fused, in
-    fp32 (twice with a soft cap or scale), the gradient of the hidden states, and the gradient of
-    the head's weight in fp32 with one matmul result next to it. The weight gradient remains during
-    the backward pass.
-    """
-    shape = facts.shape
-    size = candidate.activation_bytes
-    tp = candidate.layout.tp
-    tokens = candidate.micro_batch_tokens
-    vocab = shape.vocab_size / tp
-    hidden_gradient = tokens * shape.hidden_size * size
-    weight = 0.0 if candidate.adapter is not None else vocab * shape.hidden_size
-    if candidate.loss_chunk_tokens is None:
-        return candidate.engine.compute_full_logit_bytes(tokens, shape.vocab_size, tp), 0.0
-    chunk = min(candidate.loss_chunk_tokens, tokens)
-    is_unscaled = shape.logit_scale == 1.0 and shape.final_soft_cap is None
-    wide = max(size, 4)
-    per_logit = wide + (size if is_unscaled or size == wide else size + wide)
-    if size == wide:
-        per_logit = 2 * wide
-    if candidate.has_fused_losses:
-        per_logit = size
-    weight_gradient = weight * (wide + (size if size != wide else 0))
-    hidden = candidate.engine.num_chunked_loss_inputs * hidden_gradient
-    # Later the hidden states' gradient becomes that of the last layer's output, which is
-    # counted there.
-    return chunk * vocab * per_logit + hidden + weight_gradient, weight * (
-        size if candidate.is_sharded else wide
     )
 
 

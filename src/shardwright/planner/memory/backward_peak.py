@@ -33,6 +33,7 @@ products overlap with communication, `_gather_products` describes those that sha
 are sorted by chunk, which takes a copy of each narrow tensor. If
 the gradients of weights are deferred, products leave their inputs and the gradients of their
 outputs, except those of experts. Products of quantised operands also allocate `ProductTemporaries`.
+Products of frozen matrices have saved no input, so they free none, and defer nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 _NUM_FP32_NORM_TENSORS = 4
 """Number of fp32 tensors of the stream's width in a norm's backward pass without a fused
 kernel."""
+
+
+Products = Literal["down", "up", "attention_out", "projections"]
+"""Products of a block: of the feed-forward or the experts, of attention's output, and of queries,
+keys and values."""
 
 
 class ProductElements(NamedTuple):
@@ -135,8 +141,22 @@ class BlockTensorBytes:
     is_adapted: bool
     """True if products have adapters, whose gradients of inputs are added to theirs."""
     elements: ProductElements
+    trained_elements: ProductElements
+    """Those of matrices that are not frozen; with adapters all."""
+    frozen_products: frozenset[Products]
+    """Products of which all matrices are frozen."""
+    is_router_frozen: bool
+    """True if a frozen router has saved no input."""
     weight_bytes: BlockWeightBytes
     temporaries: BlockTemporaries
+
+    def is_saved(self, products: Products) -> float:
+        """Return 1 if products have saved their input for gradients of weights, else 0."""
+        return 0.0 if products in self.frozen_products else 1.0
+
+    def defers(self, products: Products) -> float:
+        """Return 1 if gradients of weights of these products are computed later, else 0."""
+        return self.is_saved(products) if self.is_deferred else 0.0
 
 
 def compute_norm_gradient_bytes(
@@ -170,7 +190,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     if tensor_bytes.is_repeated:
         peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
     for operation in _list_operations(tensor_bytes):
-        elements = operation.elements
+        elements = operation.trained_elements
         temporaries = operation.temporaries
         weight = getattr(tensor_bytes.weight_bytes, operation.matrices)
         peak = max(
@@ -178,7 +198,7 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
             live + temporaries.input_gradient,
             live + operation.during + max(elements * weight.result, temporaries.beside_gradient),
         )
-        live += operation.change - elements * weight.cast
+        live += operation.change - operation.elements * weight.cast
         peak = max(peak, live + elements * (weight.result + weight.converted))
         live += elements * weight.remaining
     return peak
@@ -190,12 +210,17 @@ def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
     branch_output = (
         tensor_bytes.gathered if tensor_bytes.should_gather_gradient else tensor_bytes.stream
     )
+    has_output = tensor_bytes.is_saved("attention_out")
+    has_up = tensor_bytes.is_saved("up")
+    has_down = tensor_bytes.is_saved("down")
     projections = tensor_bytes.gathered + tensor_bytes.queries + 2.0 * tensor_bytes.keys
-    attention = projections + tensor_bytes.queries + branch_output
+    projections *= tensor_bytes.is_saved("projections")
+    attention = projections + has_output * tensor_bytes.queries + has_output * branch_output
     if tensor_bytes.routed:
         return attention
-    num_inner = 3.0 if tensor_bytes.is_gated else 2.0
-    return attention + tensor_bytes.gathered + num_inner * tensor_bytes.inner + branch_output
+    num_inner = (2.0 if tensor_bytes.is_gated else 1.0) * has_up + has_down
+    inner = num_inner * tensor_bytes.inner
+    return attention + has_up * tensor_bytes.gathered + inner + has_down * branch_output
 
 
 def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
@@ -220,13 +245,15 @@ class _Operation(NamedTuple):
     change: float
     elements: float = 0.0
     """Elements of its weight."""
+    trained_elements: float = 0.0
     temporaries: ProductTemporaries = ProductTemporaries()
     matrices: Literal["dense", "experts"] = "dense"
 
 
 def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     stream = block.stream
-    deferred = 1.0 if block.is_deferred else 0.0
+    defers_output = block.defers("attention_out")
+    defers_projections = block.defers("projections")
     gathered_gradient = block.gathered if block.should_gather_gradient else 0.0
     # The gradient of a branch's output; without a norm after it, that of the residual stream.
     branch_gradient = stream if block.has_post_norms else 0.0
@@ -234,35 +261,36 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     if block.has_post_norms:
         yield after_branch
     yield from _list_expert_operations(block) if block.routed else _list_inner_operations(block)
-    yield _Operation(0.0, (deferred - 1.0) * branch_gradient)
+    yield _Operation(0.0, (block.defers("down") - 1.0) * branch_gradient)
     if block.should_gather_gradient and (block.routed or not block.is_pipelined):
         yield _Operation(stream, stream - block.gathered)  # reduced and scattered
     yield _Operation(block.norm_gradient, -stream)
-    yield _Operation(stream, (deferred * (gathered_gradient == 0.0) - 1.0) * stream)
+    yield _Operation(stream, (defers_output * (gathered_gradient == 0.0) - 1.0) * stream)
     if block.has_post_norms:
         yield after_branch
     is_explicit = block.scores > 0.0
     yield _Operation(
         gathered_gradient + (1.0 + block.is_adapted + _count_sorted(block)) * block.queries,
-        deferred * gathered_gradient
-        + block.queries * (deferred if is_explicit else 1.0)
-        + (deferred - 1.0) * branch_gradient,
+        defers_output * gathered_gradient
+        + block.queries * (1.0 + (defers_output - block.is_saved("attention_out")) * is_explicit)
+        + (defers_output - 1.0) * branch_gradient,
         block.elements.output,
+        block.trained_elements.output,
         block.temporaries.attention_out,
     )
     projected = block.queries + 2.0 * block.keys
     # Explicit products have freed the values, and have their gradient, before those of scores.
     during = block.scores if is_explicit else projected
-    yield _Operation(during, (deferred - 2.0) * block.queries)
+    yield _Operation(during, (defers_output - 2.0) * block.queries)
     if block.is_pipelined:
-        yield _gather_products(
-            block, projected, block.elements.projections, block.temporaries.projections
-        )
+        yield _gather_products(block, projected, "projections")
         return
+    unsaved = 1.0 - block.is_saved("projections")
     yield _Operation(
         2.0 * block.gathered,
-        deferred * block.gathered - (1.0 - deferred) * projected,
+        (defers_projections + unsaved) * block.gathered - (1.0 - defers_projections) * projected,
         block.elements.projections,
+        block.trained_elements.projections,
         block.temporaries.projections,
     )
 
@@ -271,30 +299,32 @@ def _list_inner_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     """List the operations of a dense feed-forward."""
     inner = block.inner
     width = block.gathered
-    deferred = 1.0 if block.is_deferred else 0.0
+    deferred = block.defers("up")
+    unsaved = 1.0 - block.is_saved("up")
     gathered_gradient = width if block.should_gather_gradient else 0.0
     yield _Operation(
         gathered_gradient + (1.0 + block.is_adapted + _count_sorted(block)) * inner,
-        deferred * (gathered_gradient + inner),
+        block.defers("down") * (gathered_gradient + inner) + (1.0 - block.is_saved("down")) * inner,
         block.elements.down,
+        block.trained_elements.down,
         block.temporaries.down,
     )
     if block.is_pipelined:
         num_gates = 1.0 if block.is_gated else 0.0
         yield _Operation((1.0 + num_gates * (1.0 if block.is_gate_fused else 2.0)) * inner, -inner)
-        yield _gather_products(
-            block, (1.0 + num_gates) * inner, block.elements.up, block.temporaries.up
-        )
+        yield _gather_products(block, (1.0 + num_gates) * inner, "up")
         return
     if not block.is_gated:
         yield _Operation(inner, -inner)
-        change = deferred * (inner + width) - inner
-        yield _Operation(width, change, block.elements.up, block.temporaries.up)
+        change = deferred * (inner + width) - inner + unsaved * width
+        weights = (block.elements.up, block.trained_elements.up)
+        yield _Operation(width, change, *weights, block.temporaries.up)
         return
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
-    half = (block.elements.up / 2, block.temporaries.up)
+    half = (block.elements.up / 2, block.trained_elements.up / 2, block.temporaries.up)
     yield _Operation(width, width - (1.0 - deferred) * inner, *half)
-    yield _Operation(2.0 * width, (deferred - 1.0) * (inner + width), *half)
+    change = (deferred - 1.0) * (inner + width) + unsaved * width
+    yield _Operation(2.0 * width, change, *half)
 
 
 def _count_sorted(block: BlockTensorBytes) -> float:
@@ -303,7 +333,7 @@ def _count_sorted(block: BlockTensorBytes) -> float:
 
 
 def _gather_products(
-    block: BlockTensorBytes, outputs: float, elements: float, temporaries: ProductTemporaries
+    block: BlockTensorBytes, outputs: float, products: Literal["up", "projections"]
 ) -> _Operation:
     """Build the operation of products that share an input, `outputs` bytes wide together.
 
@@ -311,13 +341,19 @@ def _gather_products(
     residual stream's gradient.
     """
     width = block.gathered
+    saved = block.is_saved(products) * width
+    weights = (
+        getattr(block.elements, products),
+        getattr(block.trained_elements, products),
+        getattr(block.temporaries, products),
+    )
     if not block.should_gather_gradient:
-        change = width if block.is_deferred else -outputs
-        return _Operation(2.0 * width, change, elements, temporaries)
+        change = width if block.defers(products) else width - saved - outputs
+        return _Operation(2.0 * width, change, *weights)
     product = width / MAX_TENSOR_CHUNKS
-    freed = 0.0 if block.is_deferred else width + outputs
+    freed = 0.0 if block.defers(products) else saved + outputs
     during = outputs + width + product + block.stream
-    return _Operation(during, block.stream - freed, elements, temporaries)
+    return _Operation(during, block.stream - freed, *weights)
 
 
 def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
@@ -337,12 +373,14 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         yield _Operation(rows, rows - ordered)
         if block.num_expert_parts:
             yield exchange
-    down = (block.elements.down, block.temporaries.down)
-    yield _Operation((1.0 + block.is_adapted) * inner, -rows, *down, matrices="experts")
+    down = (block.elements.down, block.trained_elements.down, block.temporaries.down)
+    change = (1.0 - block.is_saved("down")) * inner - rows
+    yield _Operation((1.0 + block.is_adapted) * inner, change, *down, matrices="experts")
     yield _Operation((2.0 if block.is_gate_fused else 3.0) * inner, -inner)
     yield _Operation(2.0 * inner, 0.0)  # the gradients of gate and up become one tensor
-    up = (block.elements.up, block.temporaries.up)
-    yield _Operation((1.0 + block.is_adapted) * rows, -2.0 * inner, *up, matrices="experts")
+    up = (block.elements.up, block.trained_elements.up, block.temporaries.up)
+    change = (1.0 - block.is_saved("up")) * rows - 2.0 * inner
+    yield _Operation((1.0 + block.is_adapted) * rows, change, *up, matrices="experts")
     if sent:
         yield _Operation(sent, sent - rows)
         yield exchange
@@ -352,4 +390,4 @@ def _list_expert_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
             yield exchange
         yield _Operation(ordered + block.gathered, block.gathered - rows)
     # The router's input is freed; it is at least as large as the dense input of a product.
-    yield _Operation(block.gathered, -block.gathered)
+    yield _Operation(block.gathered, (block.is_router_frozen - 1.0) * block.gathered)

@@ -6,6 +6,7 @@ from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.backward_peak import (
     BlockWeightBytes,
     ProductElements,
+    Products,
     WeightBytes,
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts
@@ -16,12 +17,14 @@ DOWN_ROLES = ("down", "expert_down")
 
 
 def count_product_elements(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, *, should_skip_frozen: bool = False
 ) -> ProductElements:
     """Count the elements of a layer's matrices on this rank, by the product that reads them."""
     layout = candidate.layout
     down = up = output = projections = 0.0
     for product in (*kind.matmuls, *kind.expert_matmuls):
+        if should_skip_frozen and not product.is_trained:
+            continue
         elements = _count_local_outputs(product, layout.tp) * _count_local_inputs(
             product, layout.tp
         )
@@ -35,6 +38,40 @@ def count_product_elements(
         elif product.role != "router":
             projections += elements
     return ProductElements(down, up, output, projections)
+
+
+def count_largest_matrix(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Count the elements of a layer's largest matrix on this rank."""
+    layout = candidate.layout
+    return max(
+        _count_local_outputs(product, layout.tp)
+        * _count_local_inputs(product, layout.tp)
+        * facts.count_local_matrices(kind, product, layout.ep)
+        for product in (*kind.matmuls, *kind.expert_matmuls)
+    )
+
+
+def find_frozen_products(kind: LayerKind) -> frozenset[Products]:
+    """Find the products of a layer of which all matrices are frozen: they save no input.
+
+    Of experts and a shared one both must be.
+    """
+    frozen: set[Products] = set()
+    matrices = (*kind.matmuls, *kind.expert_matmuls)
+    projections = tuple(
+        product.role
+        for product in matrices
+        if product.role not in (*UP_ROLES, *DOWN_ROLES, "attention_out", "router")
+    )
+    if kind.is_frozen(*DOWN_ROLES):
+        frozen.add("down")
+    if kind.is_frozen(*UP_ROLES):
+        frozen.add("up")
+    if kind.is_frozen("attention_out"):
+        frozen.add("attention_out")
+    if kind.is_frozen(*projections):
+        frozen.add("projections")
+    return frozenset(frozen)
 
 
 def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> BlockWeightBytes:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.block_weights import find_frozen_products
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
@@ -23,6 +24,8 @@ def compute_feed_forward_bytes(
     numbers = candidate.engine.count_saved_tensors(candidate.adapted_roles)
     tensors = numbers.gated if gated else 2.0
     num_projections = 2.0 if gated else 1.0
+    frozen = find_frozen_products(kind)
+    tensors -= "down" in frozen  # its input
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
         return tensors * wide, num_projections * wide, (num_projections + 1) * wide
@@ -38,7 +41,8 @@ def compute_feed_forward_bytes(
         outputs = dispatched + candidate.count_index_bytes(experts)
     elif candidate.has_padding:
         outputs = tokens * experts.experts_per_token * shape.hidden_size * size
-    saved = tensors * (wide + shared) + dispatched + outputs + 2 * router
+    inputs = 0.0 if "up" in frozen else dispatched
+    saved = tensors * (wide + shared) + inputs + outputs + 2 * router
     return (
         saved,
         num_projections * (wide + shared) + dispatched,

@@ -11,10 +11,12 @@ from typing import NamedTuple
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import (
     LayerActivations,
-    compute_end_activation_bytes,
-    compute_logit_bytes,
     compute_shared_table_bytes,
     get_layer_activations,
+)
+from shardwright.planner.memory.end_activations import (
+    compute_end_activation_bytes,
+    compute_logit_bytes,
 )
 from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
@@ -31,6 +33,7 @@ class LiveActivations(NamedTuple):
     message_bytes: float
     gather_bytes: float
     num_layers: int
+    """Layers through which a gradient passes, at least 1."""
     max_resident_layers: float
     """Maximum number of layers whose saved tensors are on the device; inf without offloading."""
     can_return: bool
@@ -48,12 +51,17 @@ class LiveActivations(NamedTuple):
     pass, until its own backward pass."""
     deferred_layer_bytes: float
     """Bytes of one pass through the rank's layers whose gradients of weights are computed later."""
+    pending_layer_bytes: float
+    """Bytes of one pass through the rank's layers before or after their backward passes, at most,
+    where gradients of weights are computed later. Frozen products save more than they defer."""
     backward_moments: tuple[tuple[float, float], ...]
     """Saved bytes freed before the first backward pass of a kind of layer, and bytes that this
     pass adds."""
     ending_moments: tuple[tuple[int, float], ...]
     """Of layers that are not offloaded: layers that have not finished their backward pass, and
     bytes that they saved and that the pass of the last one of them adds."""
+    num_frozen_layers: int
+    """Layers through which no gradient passes."""
     returning_moments: tuple[tuple[int, float], ...] = ()
     """Of offloaded layers that differ: layers that have not finished their backward pass, and bytes
     of the one that computes next to the one that returns."""
@@ -122,7 +130,7 @@ class LiveActivations(NamedTuple):
         return (
             self.compute_saved_bytes(moment.num_saved)
             + deferred
-            + (num_layers - 1.0) / self.num_layers * self.deferred_layer_bytes
+            + (num_layers - 1.0) / self.num_layers * self.pending_layer_bytes
             + self.largest_layer_bytes
             + self.deferring_bytes
         )
@@ -199,6 +207,12 @@ class _StageBytes(NamedTuple):
     output_gradient: float = 0.0
 
 
+def _count_frozen_layers(facts: ModelFacts, load: StageLoad) -> int:
+    """Count the layers through which no gradient passes."""
+    kinds = zip(facts.kinds, load.layers, strict=True)
+    return sum(count for kind, count in kinds if not kind.has_backward)
+
+
 def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> _StageBytes:
     if candidate.layout.pp == 1:
         return _StageBytes()
@@ -213,7 +227,10 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
             messages += (load.num_in_flight - 1.0) * _compute_loss_bytes(facts, candidate)
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
-        return _StageBytes(num_outputs * message, messages, message)
+        # No layer saves the input of a stage whose first layer is below all gradients.
+        has_frozen_layers = _count_frozen_layers(facts, load) > 0
+        num_inputs = has_frozen_layers * (load.num_stages - load.has_embedding)
+        return _StageBytes((num_outputs + num_inputs) * message, messages, message)
     # Inputs that other ranks sent do not leave with their layers' saved tensors, and the gradient
     # of an output remains after the last layer has read it.
     has_gradient = num_outputs > 0 and sum(load.layers) > load.num_stages
@@ -260,10 +277,10 @@ def compute_live_activations(
             kinds.append((kind, layer))
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     stage = _compute_stage_bytes(facts, candidate, load)
+    num_frozen_layers = _count_frozen_layers(facts, load)
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient
-    deferring += stage.output_gradient
     gathers = _compute_sequence_bytes(facts, candidate, load)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
@@ -289,19 +306,21 @@ def compute_live_activations(
         compute_shared_table_bytes(facts, candidate),
         stage.messages,
         gathers,
-        sum(load.layers),
+        max(1, sum(load.layers) - num_frozen_layers),
         load.count_resident_layers(candidate),
         sum(load.layers) > load.num_stages,
         largest,
         recomputed,
         gradients,
         head_bytes if load.has_head else 0.0,
-        deferring,
+        deferring + stage.output_gradient,
         stage.output,
         _compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
         deferred,
+        max(deferred, saved) if facts.frozen_names else deferred,
         moments,
         ending,
+        num_frozen_layers,
         returning,
     )
 

@@ -12,7 +12,11 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.model_costs import ModelFacts, ParameterElements
+from shardwright.planner.model_costs import (
+    ModelFacts,
+    ParameterElements,
+    ParameterElementsByPart,
+)
 
 
 class MovedWeights(NamedTuple):
@@ -48,30 +52,39 @@ def compute_moved_weights(
     """Compute the bytes of the offloaded weights of a rank with `layers` of each kind."""
     if candidate.parameter_offload == "none":
         return MovedWeights()
-    by_part = facts.count_elements(candidate.layout)
+    stored, largest = _count_movable(facts.count_elements(candidate.layout), candidate, layers)
+    trained, largest_trained = _count_movable(
+        facts.count_trained_elements(candidate.layout), candidate, layers
+    )
+    num_blocks = float(sum(layers))
+    if candidate.has_offloaded_shards:
+        wrap_blocks = min(candidate.layout.wrap_blocks, sum(layers))
+        largest *= wrap_blocks
+        largest_trained *= wrap_blocks
+        num_blocks = ceil(num_blocks / max(1, wrap_blocks))
+    size = get_moved_bytes(candidate)
+    gradient = candidate.master_bytes if candidate.adapter is None else 0
+    return MovedWeights(
+        stored * size, trained * gradient, largest * size, largest_trained * gradient, num_blocks
+    )
+
+
+def _count_movable(
+    by_part: ParameterElementsByPart, candidate: Candidate, layers: tuple[int, ...]
+) -> tuple[float, float]:
+    """Count the elements that a rank keeps in the tier, and those of its largest block."""
     total = ParameterElements()
     for layer, count in zip(by_part.layers, layers, strict=True):
         total = total.add(layer.multiply(count))
-    has_shards = candidate.has_offloaded_shards
     largest = max(
         (
-            part.movable_sharded if has_shards else part.movable
+            part.movable_sharded if candidate.has_offloaded_shards else part.movable
             for part, count in zip(by_part.layers, layers, strict=True)
             if count
         ),
         default=0.0,
     )
-    num_blocks = float(sum(layers))
-    if has_shards:
-        wrap_blocks = min(candidate.layout.wrap_blocks, sum(layers))
-        largest *= wrap_blocks
-        num_blocks = ceil(num_blocks / max(1, wrap_blocks))
-    stored = total.movable_sharded if candidate.layout.zero_stage >= 1 else total.movable
-    size = get_moved_bytes(candidate)
-    gradient = candidate.master_bytes if candidate.adapter is None else 0
-    return MovedWeights(
-        stored * size, stored * gradient, largest * size, largest * gradient, num_blocks
-    )
+    return total.movable_sharded if candidate.layout.zero_stage >= 1 else total.movable, largest
 
 
 def get_moved_bytes(candidate: Candidate) -> float:

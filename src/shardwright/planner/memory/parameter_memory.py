@@ -10,6 +10,14 @@ from math import inf
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.element_counts import (
+    count_adapter_elements,
+    count_by_part,
+    count_group_elements,
+    count_rank_elements,
+    count_root_elements,
+    count_trained_elements,
+)
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import (
@@ -45,53 +53,15 @@ class PersistentMemory(NamedTuple):
     """Offloaded matrices of blocks, which are in no other part but `parameters`."""
 
 
-def _sum_parameters(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> ParameterElements:
-    elements = facts.count_elements(candidate.layout)
-    total = ParameterElements()
-    for layer, count in zip(elements.layers, load.layers, strict=True):
-        total = total.add(layer.multiply(count))
-    if load.has_embedding or (load.has_head and facts.shape.tied_embeddings):
-        total = total.add(elements.embedding)
-    return total.add(elements.head) if load.has_head else total
-
-
-def count_adapter_elements(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad
-) -> ParameterElements:
-    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], sharded
-    like their matrix."""
-    adapter = candidate.adapter
-    layout = candidate.layout
-    assert adapter is not None
-    total = ParameterElements()
-    for kind, count in zip(facts.kinds, load.layers, strict=True):
-        for product in (*kind.matmuls, *kind.expert_matmuls):
-            if product.role not in adapter.roles:
-                continue
-            num_in = product.num_inputs / (layout.tp if product.sharding == "rows" else 1)
-            num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
-            shards = layout.fsdp if layout.zero_stage >= 1 else 1
-            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
-            num_matrices = facts.count_local_matrices(kind, product, layout.ep)
-            total = total.add(
-                ParameterElements(adapter.rank * (num_in + num_out), shard).multiply(
-                    count * num_matrices
-                )
-            )
-    return total
-
-
 def compute_persistent_memory(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> PersistentMemory:
     """Compute the memory of a rank that persists between steps."""
     engine = candidate.engine
     stage = candidate.layout.zero_stage
-    parameters = _sum_parameters(facts, candidate, load)
+    parameters = count_rank_elements(facts, candidate, load)
     master = candidate.master_bytes
-    trained = (
-        parameters if candidate.adapter is None else count_adapter_elements(facts, candidate, load)
-    )
+    trained = count_trained_elements(facts, candidate, load)
     moved = compute_moved_weights(facts, candidate, load.layers)
     weights = _compute_weight_bytes(facts, candidate, load, parameters, trained) - moved.weights
     if candidate.reference == "frozen":
@@ -188,34 +158,6 @@ def _compute_weight_bytes(
     )
 
 
-def count_group_elements(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, should_skip_moved: bool = False
-) -> float:
-    """Count the elements of the largest group of blocks that is gathered together.
-
-    `should_skip_moved` leaves out weights that are offloaded.
-    """
-    by_part = facts.count_elements(candidate.layout)
-    moved_share = should_skip_moved and candidate.parameter_offload != "none"
-    present = [
-        layer.local - moved_share * layer.movable
-        for layer, count in zip(by_part.layers, load.layers, strict=True)
-        if count
-    ]
-    return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
-
-
-def count_root_elements(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
-    """Count the elements gathered with the root module: embedding and head of the stage."""
-    by_part = facts.count_elements(candidate.layout)
-    elements = (
-        by_part.embedding.local
-        if load.has_embedding or (load.has_head and facts.shape.tied_embeddings)
-        else 0.0
-    )
-    return elements + (by_part.head.local if load.has_head else 0.0)
-
-
 def compute_gathered_bytes(
     facts: ModelFacts,
     candidate: Candidate,
@@ -270,7 +212,7 @@ def compute_gathered_bytes(
     if candidate.is_sharded:
         num_elements = parameters.local - is_moved * parameters.movable
         return num_elements * candidate.get_gather_bytes(parameters)
-    if not _has_casts(candidate):
+    if not casts_weights(candidate):
         return 0.0
     # Casts are saved for the backward pass with the activations of their layer, once per
     # micro-batch in flight. Under recomputation, which repeats them, only those of one layer
@@ -286,6 +228,20 @@ def compute_gathered_bytes(
     return saved * size + root_bytes
 
 
+def compute_saved_cast_bytes(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    parameters: ParameterElements,
+    num_passes: float,
+) -> float:
+    """Compute the bytes of casts of replicated weights that so many passes have saved."""
+    if not casts_weights(candidate):
+        return 0.0
+    saved = _count_cast_elements(facts, candidate, load, parameters) * num_passes
+    return saved * candidate.engine.get_gather_bytes(candidate.activation_bytes)
+
+
 def _count_cast_elements(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, parameters: ParameterElements
 ) -> float:
@@ -297,20 +253,36 @@ def _count_cast_elements(
             for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
             if has_saved_casts(candidate, kind)
         )
-    return max(0.0, parameters.local_matrices - count_root_elements(facts, candidate, load))
+    unsaved = 0.0
+    for kind, layer, count in zip(
+        facts.kinds, facts.count_elements(candidate.layout).layers, load.layers, strict=True
+    ):
+        if not kind.has_backward:
+            unsaved += layer.local_matrices * count
+    root = count_root_elements(facts, candidate, load)
+    return max(0.0, parameters.local_matrices - root - unsaved)
 
 
 def compute_working_bytes(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, *, has_codes: bool = True
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    *,
+    has_codes: bool = True,
+    should_skip_frozen: bool = False,
 ) -> float:
     """Compute the bytes of copies in the compute precision that persist between steps: of the
-    layers' matrices and the head, or of adapters. False for `has_codes` leaves out codes."""
+    layers' matrices and the head, or of adapters.
+
+    False for `has_codes` leaves out codes. `should_skip_frozen` leaves out copies that no update
+    changes.
+    """
     if not candidate.has_working_weights:
         return 0.0
     size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
     if candidate.adapter is not None:
         return count_adapter_elements(facts, candidate, load).local * size
-    elements = facts.count_elements(candidate.layout)
+    elements = count_by_part(facts, candidate, should_skip_frozen=should_skip_frozen)
     shares = candidate.quantised_shares
     dense_bytes, expert_bytes = (
         size
@@ -327,19 +299,23 @@ def compute_working_bytes(
         )
         for layer, count in zip(elements.layers, load.layers, strict=True)
     )
-    if load.has_head:
+    if load.has_head and (facts.head.is_trained or not should_skip_frozen):
         total += facts.shape.vocab_size * facts.shape.hidden_size / candidate.layout.tp * size
     return total
 
 
 def has_saved_casts(candidate: Candidate, kind: LayerKind) -> bool:
     """Return True if each micro-batch saves a layer's casts of replicated weights."""
-    return _has_casts(candidate) and not candidate.engine.should_recompute_casts(
-        get_layer_recompute(kind, candidate.recompute)
+    return (
+        kind.has_backward
+        and casts_weights(candidate)
+        and not candidate.engine.should_recompute_casts(
+            get_layer_recompute(kind, candidate.recompute)
+        )
     )
 
 
-def _has_casts(candidate: Candidate) -> bool:
+def casts_weights(candidate: Candidate) -> bool:
     """Return True if replicated weights are cast to the compute precision at each use."""
     engine = candidate.engine
     return (
@@ -356,7 +332,7 @@ def compute_offloaded_cast_bytes(
 ) -> float:
     """Compute the bytes of cast weights that have left the device with a layer's saved
     tensors: all but those of the last layer."""
-    if candidate.activation_offload == "none" or not _has_casts(candidate):
+    if candidate.activation_offload == "none" or not casts_weights(candidate):
         return 0.0
     saved = _count_cast_elements(facts, candidate, load, parameters) * load.num_in_flight
     remaining = saved - count_group_elements(facts, candidate, load)
@@ -426,7 +402,7 @@ def compute_pending_gradient_bytes(
     num_groups: int = 1,
 ) -> float:
     """Compute gradient bytes not yet allocated at the peak of an early layer's backward pass:
-    those of the first `num_groups` groups of layers and the embedding's.
+    those of the first `num_groups` groups of layers that have any, and the embedding's.
 
     Zero if gradients of earlier micro-batches or buckets exist already.
     """
@@ -435,9 +411,33 @@ def compute_pending_gradient_bytes(
         or not persistent.trained_parameters.local
     ):
         return 0.0
-    by_part = facts.count_elements(candidate.layout)
-    pending = num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
+    by_part = facts.count_trained_elements(candidate.layout)
+    pending = _count_pending_elements(facts, candidate, load, num_groups)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
         persistent.gradients * min(1.0, pending / persistent.trained_parameters.local)
     )
+
+
+def _count_pending_elements(
+    facts: ModelFacts, candidate: Candidate, load: StageLoad, num_groups: int
+) -> float:
+    """Count the trained elements on the device of the first groups of layers that have any.
+
+    Each counts as the largest, unless parameters are frozen: then layers may differ much. Those of
+    a pipeline stage, whose order is not known, count as the smallest.
+    """
+    if not facts.frozen_names:
+        return num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
+    moved_share = candidate.parameter_offload != "none"
+    trained = facts.count_trained_elements(candidate.layout).layers
+    by_slot = {
+        kind.slot: layer.local - moved_share * layer.movable
+        for kind, layer, count in zip(facts.kinds, trained, load.layers, strict=True)
+        if count and kind.has_backward
+    }
+    num_layers = min(num_groups * candidate.layout.wrap_blocks, sum(load.layers))
+    slots = [slot for slot in facts.slot_of_layer if slot in by_slot]
+    if sum(load.layers) == len(facts.slot_of_layer):
+        return sum(by_slot[slot] for slot in slots[:num_layers])
+    return num_layers * min(by_slot.values(), default=0.0)

@@ -17,8 +17,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import compute_logit_bytes, compute_quantising_bytes
+from shardwright.planner.memory.activations import compute_quantising_bytes
 from shardwright.planner.memory.backward_peak import compute_norm_gradient_bytes
+from shardwright.planner.memory.element_counts import count_group_elements, count_root_elements
+from shardwright.planner.memory.end_activations import compute_logit_bytes
+from shardwright.planner.memory.forward_peak import list_forward_peaks
 from shardwright.planner.memory.live_activations import (
     LiveActivations,
     compute_live_activations,
@@ -35,8 +38,6 @@ from shardwright.planner.memory.parameter_memory import (
     compute_persistent_memory,
     compute_reduction_bytes,
     compute_working_bytes,
-    count_group_elements,
-    count_root_elements,
     has_earlier_gradients,
     has_saved_casts,
 )
@@ -73,6 +74,7 @@ def predict_memory(
             for moment in last_passes
         ),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
+        *list_forward_peaks(facts, candidate, load, persistent, live),
         _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
@@ -216,7 +218,8 @@ def _compute_loss_peak(
         moments.append(
             _Moment(others + live.recomputed_bytes + live.gradient_bytes, remaining, beside_leaving)
         )
-    if load.has_head and not (candidate.has_fused_norms or candidate.has_fused_functions):
+    is_norm_fused = candidate.has_fused_norms or candidate.has_fused_functions
+    if load.has_head and facts.has_hidden_gradient and not is_norm_fused:
         # The last norm's gradient, before any layer has freed activations; the norm's output
         # and its gradient.
         stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
@@ -232,7 +235,8 @@ def _compute_loss_peak(
                 at_loss,
             )
         )
-    reduction = compute_reduction_bytes(candidate, count_group_elements(facts, candidate, load))
+    num_reduced_elements = count_group_elements(facts, candidate, load, should_skip_frozen=True)
+    reduction = compute_reduction_bytes(candidate, num_reduced_elements)
     if reduction:
         # Offloaded layers return as others are freed.
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
@@ -242,16 +246,21 @@ def _compute_loss_peak(
         moments.append(_Moment(other_layers, remaining, in_reduced, workspaces=reduction))
         # During the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.
-        in_reduction = compute_pending_reduction_bytes(
-            candidate, count_group_elements(facts, candidate, load)
-        )
+        in_reduction = compute_pending_reduction_bytes(candidate, num_reduced_elements)
         moments += [
             _Moment(
                 saved - max(freed, reduced) + added, remaining, in_reduced, workspaces=in_reduction
             )
             for freed, added in live.backward_moments
+            if not _has_one_backward_group(candidate, live)
         ]
     return _find_peak(facts, candidate, load, persistent, gradients, moments)
+
+
+def _has_one_backward_group(candidate: Candidate, live: LiveActivations) -> bool:
+    """Return True if no other group's gradients are reduced during the backward pass of a group,
+    because the layers below it have none."""
+    return live.num_frozen_layers > 0 and live.num_layers <= candidate.layout.wrap_blocks
 
 
 def _find_peak(
@@ -315,23 +324,29 @@ def _compute_backward_peak(
     num_returning = min(1, num_layers - 1)
     # The previous group is still being reduced during this layer's backward pass. Its own
     # gradients are allocated as its activations are freed.
-    workspaces = compute_pending_reduction_bytes(
-        candidate, count_group_elements(facts, candidate, load)
-    )
+    workspaces = 0.0
+    if not _has_one_backward_group(candidate, live):
+        workspaces = compute_pending_reduction_bytes(
+            candidate, count_group_elements(facts, candidate, load, should_skip_frozen=True)
+        )
     # The root's group is reduced when this layer has finished.
     freed = live.largest_layer_bytes
     if candidate.engine.has_ordered_frees:
         freed += live.recomputed_bytes + live.gradient_bytes
     workspaces = max(
         workspaces,
-        compute_reduction_bytes(candidate, count_root_elements(facts, candidate, load)) - freed,
+        compute_reduction_bytes(
+            candidate, count_root_elements(facts, candidate, load, should_skip_frozen=True)
+        )
+        - freed,
     )
     if not candidate.engine.has_ordered_frees:
         workspaces += _compute_second_embedding_bytes(facts, candidate, load)
     gradients = persistent.gradients + persistent.reduced_gradients
     if candidate.adapter is None and load.has_embedding and not is_accumulated:
+        num_pending = max(1, num_layers - live.num_frozen_layers)
         gradients -= compute_pending_gradient_bytes(
-            facts, candidate, load, persistent, num_groups=-(-num_layers // layout.wrap_blocks)
+            facts, candidate, load, persistent, num_groups=-(-num_pending // layout.wrap_blocks)
         )
     gradients += persistent.moved.compute_gradient_bytes(2.0)  # of this layer and the last one
     return MemoryParts(
@@ -362,6 +377,7 @@ def _compute_second_embedding_bytes(
         or candidate.adapter is not None
         or candidate.gradient_accumulation_steps == 1
         or not load.has_embedding
+        or not facts.is_embedding_trained
     ):
         return 0.0
     return facts.count_elements(candidate.layout).embedding.local * candidate.master_bytes

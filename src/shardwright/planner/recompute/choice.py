@@ -24,7 +24,7 @@ from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.levels import compute_levels, list_upgrades
 from shardwright.plans import Plan
@@ -83,7 +83,7 @@ def resolve_recompute(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
     check_choosable(plan.shape, plan.precision.kind)
     candidate = build_plan_candidate(recipe, plan)
     predictor = Predictor(
-        get_model_facts(plan.shape.base_shape),
+        get_recipe_facts(recipe, plan.shape.base_shape),
         cluster,
         load_efficiencies().get_efficiency(cluster.accelerator),
     )
@@ -259,7 +259,7 @@ class _ChoiceSearch:
     ) -> RecomputeChoice:
         """Describe a choice with its predicted figures."""
         layers = chosen.saved_results or (None,) * len(self._facts.slot_of_layer)
-        facts = get_model_facts(self._facts.shape, layers)
+        facts = get_model_facts(self._facts.shape, layers, self._facts.frozen_names)
         activations = [get_layer_activations(facts, kind, chosen) for kind in facts.kinds]
         costs = self._predictor.compute_layer_costs(chosen)
         seconds = [

@@ -73,7 +73,7 @@ def _compute_kind_levels(
     base: ModelFacts = predictor.facts
     saved_results = tuple(choice[slot] for slot in base.slot_of_layer)
     candidate = replace(plain, recompute="mixed", saved_results=saved_results)
-    facts = get_model_facts(base.shape, saved_results)
+    facts = get_model_facts(base.shape, saved_results, base.frozen_names)
     costs = predictor.compute_layer_costs(candidate)
     elements = facts.count_elements(candidate.layout).layers
     cast_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)

@@ -336,10 +336,10 @@ class ChoiceCosts:
 
     def compute_min_persistent_bytes(self, degrees: Degrees, load: StageLoad) -> float:
         """Compute the least bytes at a loss of a rank's persistent memory over ZeRO stages."""
-        # Frozen weights in 4 bits take less than those that the highest stage gathers.
+        # Frozen weights may take less than those that the highest stage gathers.
         shardings: Iterable[ShardingChoice] = (
             (self.space.get_max_sharding(degrees),)
-            if self.problem.template.adapter is None
+            if self.problem.template.adapter is None and not self.facts.frozen_names
             else self.space.list_shardings(degrees) or (self.space.get_max_sharding(degrees),)
         )
         return min(

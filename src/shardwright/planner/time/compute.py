@@ -64,6 +64,19 @@ class LayerSeconds:
         """Seconds of forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
+    def drop_backward(self) -> LayerSeconds:
+        """Return the seconds of the forward pass alone."""
+        return LayerSeconds(
+            self.forward,
+            backward=0.0,
+            recompute=0.0,
+            weight_gradient=0.0,
+            attention_forward=self.attention_forward,
+            attention_backward=0.0,
+            experts_forward=self.experts_forward,
+            host_forward=self.host_forward,
+        )
+
     def apply_host_delay(self, traffic_forward: float, traffic_backward: float) -> LayerSeconds:
         """Extend the passes to the host's launch time if it exceeds compute and exposed
         communication."""
@@ -89,8 +102,7 @@ def compute_layer_seconds(
     moved_share = _get_moved_share(candidate, rates)
     elementwise_forward, elementwise_backward = _time_elementwise(facts, kind, candidate, rates)
     copies_forward, copies_backward = _time_copies(facts, kind, candidate, rates)
-    forward = products.forward
-    forward += attention_forward + elementwise_forward + copies_forward
+    forward = products.forward + (attention_forward + elementwise_forward + copies_forward)
     backward = (
         products.input_gradients
         + products.weight_gradients
@@ -137,7 +149,7 @@ def compute_layer_seconds(
     if mode == "mixed":
         avoided = _sum_avoided_seconds(facts, kind, candidate, rates)
         recompute = max(recompute, forward - avoided)
-    return LayerSeconds(
+    seconds = LayerSeconds(
         forward,
         backward,
         0.0 if mode == "none" else recompute,
@@ -149,6 +161,7 @@ def compute_layer_seconds(
         host_forward,
         host_backward,
     )
+    return seconds if kind.has_backward else seconds.drop_backward()
 
 
 def _get_moved_share(candidate: Candidate, rates: DeviceRates) -> float:
@@ -289,13 +302,16 @@ def compute_scaled_product_seconds(
             share = shares.get_share(product.role)
             recomputed = 2 if candidate.recompute == "full" else 1
             num_calls = count_matmul_calls(facts, kind, product, candidate)
+            if not kind.has_backward:
+                seconds += num_calls * share * output
+                continue
             seconds += num_calls * share * (recomputed * output + inputs)
-            if candidate.adapter is None:
+            if candidate.adapter is None and product.is_trained:
                 weight_share = shares.get_weight_gradient_share(product.role)
                 seconds += num_calls * weight_share * weights
         products += kind.count * seconds
         forward, backward = count_quantisation_bytes(facts, kind, candidate)
-        if candidate.recompute == "full":
+        if candidate.recompute == "full" and kind.has_backward:
             forward *= 2
         weights = sum(count_repeated_quantisation_bytes(facts, kind, candidate))
         if candidate.has_working_operands:
@@ -377,17 +393,20 @@ def compute_end_seconds(
     tokens = candidate.micro_batch_tokens
     vocab = shape.vocab_size / tp
     embedding = rates.time_copy(tokens * shape.hidden_size * (3 * size + 4))
-    if candidate.adapter is None:
+    if candidate.adapter is None and facts.is_embedding_trained:
         embedding += rates.time_copy(vocab * shape.hidden_size * 4)
     chunk = min(candidate.loss_chunk_tokens or tokens, tokens)
     num_chunks = tokens / chunk
     forward, dx, dw = (
         seconds * num_chunks for seconds in time_matmul_passes(facts.head, chunk, candidate, rates)
     )
-    if candidate.adapter is not None:
+    has_weight_gradient = candidate.adapter is None and facts.head.is_trained
+    if not has_weight_gradient:
         dw = 0.0
+    if not facts.has_hidden_gradient:
+        dx = 0.0
     moved = tokens * vocab * (6 * size + (0 if candidate.has_fused_losses else 18))
-    if candidate.adapter is None and candidate.loss_chunk_tokens is not None:
+    if has_weight_gradient and candidate.loss_chunk_tokens is not None:
         # The head's gradient is a sum over chunks in fp32. Without a kernel that adds a product of
         # 16-bit operands to it, the product is written and read.
         has_separate_products = rates.cluster.accelerator.kind == "cpu" and size < 4

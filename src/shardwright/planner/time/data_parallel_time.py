@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.parameter_memory import count_adapter_elements
+from shardwright.planner.memory.element_counts import count_trained_elements
 from shardwright.planner.memory.stage_load import StageLoad
-from shardwright.planner.model_costs import ParameterElements
+from shardwright.planner.model_costs import ParameterElements, ParameterElementsByPart
 from shardwright.planner.time.communication import NetworkModel
 from shardwright.planner.time.maxima_exchanges import compute_shard_maxima_seconds
 from shardwright.planner.time.step_costs import StepCosts
@@ -19,11 +19,11 @@ from shardwright.planner.time.traffic import (
 
 
 def _sum_rank_parameters(
-    costs: StepCosts, load: StageLoad
+    costs: StepCosts, load: StageLoad, by_part: ParameterElementsByPart
 ) -> tuple[ParameterElements, ParameterElements, ParameterElements]:
-    """Return a rank's parameters: all its layers, one group of them, and embedding and head."""
+    """Return a rank's parameters, all or trained ones: all its layers, one group of them, and
+    embedding and head."""
     facts = costs.facts
-    by_part = facts.count_elements(costs.candidate.layout)
     layers = ParameterElements()
     group = ParameterElements()
     for layer, count in zip(by_part.layers, load.layers, strict=True):
@@ -44,12 +44,8 @@ def _sum_rank_parameters(
 
 def count_updated_elements(costs: StepCosts, load: StageLoad) -> float:
     """Count the parameters that the rank updates."""
-    zero = costs.candidate.layout.zero_stage
-    if costs.candidate.adapter is not None:
-        adapters = count_adapter_elements(costs.facts, costs.candidate, load)
-        return adapters.sharded if zero >= 1 else adapters.local
-    layers, _, ends = _sum_rank_parameters(costs, load)
-    return layers.sharded + ends.sharded if zero >= 1 else layers.local + ends.local
+    trained = count_trained_elements(costs.facts, costs.candidate, load)
+    return trained.sharded if costs.candidate.layout.zero_stage >= 1 else trained.local
 
 
 def count_first_elements(costs: StepCosts, load: StageLoad) -> float:
@@ -60,10 +56,11 @@ def count_first_elements(costs: StepCosts, load: StageLoad) -> float:
     num_layers = max(1, sum(load.layers))
     if costs.candidate.adapter is not None:
         return count_updated_elements(costs, load) / num_layers
-    layers, _, ends = _sum_rank_parameters(costs, load)
+    trained = costs.facts.count_trained_elements(costs.candidate.layout)
+    layers, _, ends = _sum_rank_parameters(costs, load, trained)
     if costs.candidate.is_sharded:
         return layers.sharded / num_layers + ends.sharded
-    embedding = costs.facts.count_elements(costs.candidate.layout).embedding
+    embedding = trained.embedding
     return layers.local / num_layers + load.has_embedding * embedding.local
 
 
@@ -93,7 +90,7 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
     layout = costs.candidate.layout
     if layout.dp_replicate * layout.fsdp == 1:
         return DataTraffic()
-    parts = _sum_rank_parameters(costs, load)
+    parts = _sum_rank_parameters(costs, load, costs.facts.count_elements(layout))
     num_tensors = sum(
         count * kind.num_tensors for count, kind in zip(load.layers, costs.facts.kinds, strict=True)
     )
@@ -101,7 +98,7 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
         num_block_groups=-(-sum(load.layers) // layout.wrap_blocks), num_tensors=num_tensors
     )
     if candidate.adapter is not None:
-        adapters = count_adapter_elements(costs.facts, candidate, load)
+        adapters = count_trained_elements(costs.facts, candidate, load)
         if candidate.parameter_offload != "none":  # gathered when they arrive
             parts = (_drop_movable(parts[0]), _drop_movable(parts[1]), parts[2])
         frozen = (
@@ -131,7 +128,52 @@ def compute_rank_traffic(costs: StepCosts, load: StageLoad) -> DataTraffic:
         costs.facts, load, candidate, network, costs.groups["fsdp"]
     )
     traffic = compute_data_traffic(parts, num_groups, candidate, network, costs.groups)
+    if costs.facts.frozen_names:
+        traffic = _leave_out_frozen(costs, load, parts, traffic)
     return replace(traffic, maxima_seconds=maxima_seconds)
+
+
+def _leave_out_frozen(
+    costs: StepCosts,
+    load: StageLoad,
+    parts: tuple[ParameterElements, ParameterElements, ParameterElements],
+    traffic: DataTraffic,
+) -> DataTraffic:
+    """Return the communication without reductions of frozen parameters, and without gathers in
+    backward passes of layers that have none.
+
+    Groups are gathered whole, whether a part of them is frozen or not.
+    """
+    candidate = costs.candidate
+    wrap_blocks = candidate.layout.wrap_blocks
+    facts = costs.facts
+    trained = _sum_rank_parameters(costs, load, facts.count_trained_elements(candidate.layout))
+    layers = facts.count_elements(candidate.layout).layers
+    counted = list(zip(facts.kinds, layers, load.layers, strict=True))
+    num_backward = sum(count for kind, _, count in counted if kind.has_backward)
+    reductions = compute_data_traffic(
+        trained, -(-num_backward // wrap_blocks), candidate, costs.network, costs.groups
+    )
+    last_reduce_seconds = reductions.last_reduce_seconds
+    if candidate.is_sharded and not trained[2].local:
+        # The root has nothing to reduce: the last reduction is that of a group.
+        last_reduce_seconds = reductions.reduce_seconds / max(1, -(-num_backward // wrap_blocks))
+    # Groups are gathered ahead of backward passes that do not come.
+    num_frozen = sum(load.layers) - num_backward
+    num_ahead = min(num_frozen, candidate.layout.num_gathers_ahead * wrap_blocks)
+    share_ahead = num_ahead / max(1, num_frozen)
+    gathered = sum(
+        count * layer.local * (1.0 if kind.has_backward else share_ahead)
+        for kind, layer, count in counted
+    )
+    return replace(
+        traffic,
+        reduce_seconds=reductions.reduce_seconds,
+        last_reduce_seconds=last_reduce_seconds,
+        replica_reduce_seconds=reductions.replica_reduce_seconds,
+        idle_share=reductions.idle_share,
+        backward_gather_share=gathered / max(1.0, parts[0].local),
+    )
 
 
 def _drop_movable(elements: ParameterElements) -> ParameterElements:
@@ -173,7 +215,10 @@ def overlap_traffic(
         )
     # The last backward pass also overlaps with the reduction over replicas, the others (stage
     # 3, or 2) with their own gathers and reductions.
-    gather = traffic.gather_seconds - traffic.first_gather_seconds if gathers_backward else 0.0
+    gather = 0.0
+    if gathers_backward:
+        gather = traffic.gather_seconds - traffic.first_gather_seconds
+        gather *= traffic.backward_gather_share
     if reductions > 1:
         overlap(
             backward_seconds,

@@ -56,6 +56,8 @@ def _time_matmuls(
         product_forward, input_gradient, weight_gradient = time_matmul_passes(
             product, rows, candidate, rates
         )
+        if not product.is_trained:
+            weight_gradient = 0.0
         num_calls = count_matmul_calls(facts, kind, product, candidate)
         if product in kind.expert_matmuls:
             num_calls /= rates.efficiency.expert_share

@@ -51,7 +51,8 @@ def list_maxima_exchanges(
         num_matrices = facts.count_local_matrices(kind, product, candidate.layout.ep)
         size = 4.0 * (rows * num_matrices if spanning.operands == "rows" else 1.0)
         (backward if is_columns else forward).append((share, size))
-        if spanning.operands == "tensors" and candidate.adapter is None:
+        is_trained = candidate.adapter is None and product.is_trained
+        if spanning.operands == "tensors" and is_trained:
             backward.append((shares.get_weight_gradient_share(product.role), size))
         num_out, num_in = compute_local_sides(product, candidate)
         if spanning.output == "tensors" or not is_columns:

@@ -271,7 +271,7 @@ def _count_operand_bytes(
             backward += STOCHASTIC_BYTES * gradients
         forward += num_bytes * elements.forward
         backward += num_bytes * elements.input_gradient
-        if candidate.adapter is None:
+        if candidate.adapter is None and product.is_trained:
             backward += num_bytes * elements.weight_gradient
     return forward, backward
 
@@ -304,6 +304,8 @@ def count_repeated_quantisation_bytes(
     if candidate.has_working_operands:
         return 0.0, 0.0
     forward, backward = count_weight_quantisation_bytes(facts, kind, candidate)
+    if not kind.has_backward:
+        return forward, 0.0
     if get_layer_recompute(kind, candidate.recompute) in ("full", "mixed"):
         backward += forward
     return forward, backward
@@ -381,21 +383,23 @@ def count_weight_traffic_bytes(
     if candidate.adapter is not None:
         return 0.0, 0.0
     elements = facts.count_elements(layout).layers[kind.slot]
+    trained = facts.count_trained_elements(layout).layers[kind.slot]
     gradient_bytes = candidate.engine.get_gradient_bytes(master)
     if candidate.is_sharded:
         if layout.zero_stage == 3:
-            return elements.local * 2 * size, elements.local * (3 * size + master)
-        return 0.0, elements.local * (size + gradient_bytes)
+            gathered = elements.local * 2 * size
+            return gathered, kind.has_backward * gathered + trained.local * (size + master)
+        return 0.0, trained.local * (size + gradient_bytes)
     if not candidate.engine.has_master_weights:
-        return 0.0, elements.local * 2 * master
+        return 0.0, trained.local * 2 * master
     sum_bytes = _count_sum_bytes(candidate)
     if size == master:
-        return 0.0, elements.local * sum_bytes
-    matrices = elements.local_matrices
-    cast = 0.0 if candidate.has_working_weights else matrices * (master + size)
+        return 0.0, trained.local * sum_bytes
+    cast = 0.0 if candidate.has_working_weights else elements.local_matrices * (master + size)
+    matrices = trained.local_matrices
     # A product that writes fp32 writes more than the operands' precision has, and is not converted.
     is_wide = has_wide_products and has_wide_gradients(candidate)
-    wide = matrices - elements.expert_local if is_wide else 0.0
+    wide = matrices - trained.expert_local if is_wide else 0.0
     return cast, matrices * (size + master + sum_bytes) - wide * 2 * size
 
 

@@ -157,11 +157,15 @@ class SimulationHistory:
         ):
             share = send_seconds / earlier_send if earlier_send > 0 else float("inf")
             for now, earlier in zip(seconds, earlier_seconds, strict=True):
-                share = min(
-                    share, now[0] / earlier[0], now[2] / earlier[2] if earlier[2] else share
-                )
                 # A schedule may split the backward pass: both parts must be at least the share.
-                share = min(share, (now[1] - now[2]) / (earlier[1] - earlier[2]))
+                earlier_inputs = earlier[1] - earlier[2]
+                share = min(
+                    share,
+                    now[0] / earlier[0],
+                    now[2] / earlier[2] if earlier[2] else share,
+                    # Frozen stages have no gradients of inputs.
+                    (now[1] - now[2]) / earlier_inputs if earlier_inputs else share,
+                )
                 if share * makespan <= best:
                     break
             else:

@@ -283,7 +283,8 @@ class StepCosts:
                     if self.pipeline_wait.tensor:
                         waits = self.pipeline_wait.multiply(count)
                         traffic_forward = traffic_forward.add(waits)
-                        traffic_backward = traffic_backward.add(waits)
+                        if layer_backward is not NO_TRAFFIC:
+                            traffic_backward = traffic_backward.add(waits)
         if has_embedding:
             forward += costs.embedding_seconds / 2
             backward += costs.embedding_seconds / 2
@@ -296,6 +297,8 @@ class StepCosts:
             traffic_forward = traffic_forward.add(
                 LayerTraffic(tensor=costs.end_forward_seconds * ends)
             )
+            has_input_gradient = has_embedding and self.facts.is_embedding_trained
+            ends = (has_input_gradient + (has_head and self.facts.has_hidden_gradient)) / 2
             traffic_backward = traffic_backward.add(
                 LayerTraffic(tensor=costs.end_backward_seconds * ends)
             )
@@ -346,7 +349,7 @@ class StepCosts:
                 self.network.cluster.profile,
             )
             forward += count * (waits[0] + gather_seconds)
-            backward += count * (waits[1] + gather_seconds)
+            backward += kind.has_backward * count * (waits[1] + gather_seconds)
         share = 1.0 - (candidate.layout.pp == 1) / num_layers
         return share * forward, share * backward
 

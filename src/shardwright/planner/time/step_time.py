@@ -272,7 +272,9 @@ def _compute_cast_seconds(costs: StepCosts, load: StageLoad) -> float:
             count * sum(count_weight_quantisation_bytes(facts, kind, candidate))
             for kind, count in zip(facts.kinds, load.layers, strict=True)
         )
-    num_bytes = compute_working_bytes(facts, candidate, load, has_codes=False)
+    num_bytes = compute_working_bytes(
+        facts, candidate, load, has_codes=False, should_skip_frozen=True
+    )
     if not has_one_pass_update(candidate, costs.network.cluster.accelerator.kind):
         num_bytes += num_bytes * candidate.master_bytes / candidate.activation_bytes
     return costs.rates.time_copy(num_bytes + quantised_bytes)
@@ -295,7 +297,7 @@ def _compute_update_seconds(
     profile = costs.network.cluster.profile
     seconds = compute_update_seconds(num_elements, candidate, costs.rates)
     moved = compute_moved_weights(costs.facts, candidate, load.layers)
-    if candidate.offload == "none" and not moved.gradients:
+    if not num_elements or (candidate.offload == "none" and not moved.gradients):
         return seconds
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
@@ -313,13 +315,14 @@ def _compute_update_seconds(
         layer_bytes = state_bytes * (num_elements - first_elements) / max(1, num_layers - 1)
     moments = count_moving_moments(candidate, num_elements * state_bytes, layer_bytes)
     if moved.gradients:
-        arriving = moved.weights + moved.gradients
+        # The weights with gradients, in the gradients' precision.
+        arriving = 2.0 * moved.gradients
         return max(
             seconds,
             compute_transfer_seconds(
                 (
                     (candidate.optimizer_tier, moments, moments),
-                    (candidate.parameter_offload, arriving, moved.weights),
+                    (candidate.parameter_offload, arriving, moved.gradients),
                 ),
                 profile,
             ),

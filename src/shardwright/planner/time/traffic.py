@@ -134,7 +134,9 @@ def compute_layer_traffic(
     )
     return (
         _split_by_overlap(forward, candidate, network, can_overlap_context=can_overlap),
-        _split_by_overlap(backward, candidate, network, can_overlap_context=can_overlap),
+        _split_by_overlap(backward, candidate, network, can_overlap_context=can_overlap)
+        if kind.has_backward
+        else NO_TRAFFIC,
     )
 
 
@@ -344,6 +346,8 @@ class DataTraffic:
     replica_reduce_seconds: float = 0.0
     idle_share: float = 0.0
     maxima_seconds: float = 0.0
+    backward_gather_share: float = 1.0
+    """Share of the groups that are gathered for a backward pass."""
 
 
 def compute_data_traffic(

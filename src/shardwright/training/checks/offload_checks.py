@@ -29,7 +29,7 @@ from shardwright.numerics.precision import resolve_dtypes
 from shardwright.offload.file_systems import classify_file_system, read_file_system
 from shardwright.planner.engine_model import OPTIMIZER_COSTS, choose_optimizer_kind
 from shardwright.planner.predictor import predict_rank_memory
-from shardwright.planner.problem import build_plan_candidate
+from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.training.checks.trained_offload_checks import check_trained_offload
@@ -246,7 +246,7 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
     candidate = replace(
         build_plan_candidate(recipe, plan), offload="none", parameter_offload="none"
     )
-    by_rank = predict_rank_memory(plan.placement.shape, candidate)
+    by_rank = predict_rank_memory(get_recipe_facts(recipe, plan.placement.shape), candidate)
     needed_bytes = max(parts.offloaded for parts in by_rank) * _count_local_ranks(plan)
     place = "this node's memory"
     free_bytes = read_available_memory()

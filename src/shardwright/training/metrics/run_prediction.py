@@ -13,14 +13,18 @@ from functools import lru_cache, partial
 from statistics import median
 from typing import Any
 
-from shardwright.architecture import ModelShape
 from shardwright.config.layout import ClusterSection
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts, Prediction
 from shardwright.planner.predictor import Predictor, predict_rank_memory
-from shardwright.planner.problem import build_check, build_plan_candidate, restrict_to_runnable
+from shardwright.planner.problem import (
+    build_check,
+    build_plan_candidate,
+    get_recipe_facts,
+    restrict_to_runnable,
+)
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import PEAK_PRECISIONS
 from shardwright.planner.replanning import NewPlan, replan
@@ -61,7 +65,7 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
     return _predict_cached(
-        validated_run.shape,
+        get_recipe_facts(validated_run.recipe, validated_run.shape),
         build_plan_candidate(recipe, validated_run.plan),
         recipe.cluster,
         read_run_rows(validated_run),
@@ -101,19 +105,22 @@ def _emulates_low_precision(validated_run: ValidatedRun) -> bool:
 
 @lru_cache(maxsize=4)
 def _predict_cached(
-    shape: ModelShape, candidate: Candidate, section: ClusterSection, rows: TrainingRows | None
+    facts: ModelFacts, candidate: Candidate, section: ClusterSection, rows: TrainingRows | None
 ) -> Prediction:
     """Predict, with a cache: the run folder and the comparison need the same prediction."""
     cluster = build_cluster(section, candidate.layout.world_size)
     efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    predictor = Predictor(get_model_facts(shape), cluster, efficiency)
+    predictor = Predictor(facts, cluster, efficiency)
     return predict_rows(predictor, candidate, rows)
 
 
 def predict_training_memory(validated_run: ValidatedRun) -> MemoryParts:
     """Predict the bytes on the fullest rank; they do not depend on the cluster."""
     candidate = build_plan_candidate(validated_run.recipe, validated_run.plan)
-    return max(predict_rank_memory(validated_run.shape, candidate), key=lambda parts: parts.live)
+    return max(
+        predict_rank_memory(get_recipe_facts(validated_run.recipe, validated_run.shape), candidate),
+        key=lambda parts: parts.live,
+    )
 
 
 @dataclass
@@ -283,7 +290,7 @@ def find_slowdown(
         prediction.step_interval[1],
         find_slow_part(split_prediction(prediction.time), measured),
         replan(
-            get_model_facts(validated_run.shape),
+            get_recipe_facts(validated_run.recipe, validated_run.shape),
             candidate,
             cluster,
             load_efficiencies().get_efficiency(cluster.accelerator),

@@ -12,7 +12,7 @@ from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
-from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.published.conventions import FrameworkConventions
@@ -325,7 +325,7 @@ def test_a_single_micro_batch_leaves_the_sequences_of_its_forward_pass(
     row = NANOTRON_ROW | {"gpus": 16, "tp": 8, "pp": 2, "micro_batch": 1, "seq_len": 4096}
     run = read_case(**row | {"global_batch": global_batch})
     loaded, without = (
-        predict_rank_memory(run.shape, candidate)[0].activations
+        predict_rank_memory(get_model_facts(run.shape), candidate)[0].activations
         for candidate in list_candidates(run)
     )
     assert loaded - without == num_unreleased * 4096 * 4096 * 2  # 18 layers

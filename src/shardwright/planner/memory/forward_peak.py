@@ -1,0 +1,106 @@
+"""Peak memory of a block's forward pass that saves nothing: no gradient passes through it.
+
+A block that saves its tensors has its peak in the backward pass (`backward_peak`). Here tensors are
+freed when the function that computed them ends, so the largest ones at a time are those of
+attention or of the feed-forward, with their input and result, next to the residual stream.
+"""
+
+from __future__ import annotations
+
+from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.activations import build_block_tensors
+from shardwright.planner.memory.attention_activations import compute_attention_bytes
+from shardwright.planner.memory.backward_peak import BlockTensorBytes
+from shardwright.planner.memory.block_weights import count_largest_matrix
+from shardwright.planner.memory.element_counts import count_group_elements
+from shardwright.planner.memory.feed_forward_activations import compute_feed_forward_bytes
+from shardwright.planner.memory.live_activations import LiveActivations
+from shardwright.planner.memory.parameter_memory import (
+    PersistentMemory,
+    casts_weights,
+    compute_gathered_bytes,
+    compute_gradient_bytes_at_loss,
+    compute_saved_cast_bytes,
+)
+from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
+from shardwright.planner.prediction import MemoryParts
+
+
+def list_forward_peaks(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: LiveActivations,
+) -> list[MemoryParts]:
+    """Return memory in the forward passes of layers through which no gradient passes, next to the
+    saved tensors of other passes. Other layers have more in their backward passes.
+
+    FSDP2 has the root's parameters, and those of one more group than in a backward pass.
+    """
+    kinds = [
+        kind
+        for kind, count in zip(facts.kinds, load.layers, strict=True)
+        if count and not kind.has_backward
+    ]
+    if not kinds:
+        return []
+    num_others = max(0.0, load.num_in_flight - 1.0)
+    parameters = persistent.parameters
+    if candidate.is_sharded:
+        gathered = compute_gathered_bytes(
+            facts, candidate, load, parameters, should_include_root=True
+        )
+    else:
+        gathered = compute_saved_cast_bytes(facts, candidate, load, parameters, num_others)
+    if candidate.gathers_each_pass:
+        size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+        gathered += count_group_elements(facts, candidate, load) * size
+    # Next to the output of another pass, which is being sent.
+    others = live.compute_saved_bytes(num_others) + live.stage_output_bytes
+    return [
+        MemoryParts(
+            weights=persistent.weights,
+            optimizer=persistent.optimizer,
+            gradients=compute_gradient_bytes_at_loss(candidate, persistent.gradients),
+            activations=others + _compute_forward_bytes(facts, kind, candidate),
+            gathered=gathered + persistent.moved.compute_weight_bytes(2.0),
+        )
+        for kind in kinds
+    ]
+
+
+def _compute_forward_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes that one layer's forward pass allocates at most, with its input, and with
+    the cast of a weight. An upper bound for layers with experts."""
+    block = build_block_tensors(facts, kind, candidate, is_repeated=False)
+    attention = compute_attention_bytes(facts, kind, candidate)
+    # Recomputation keeps results of products until the block ends, whether it is needed or not.
+    retained = 0.0
+    if get_layer_recompute(kind, candidate.recompute) in ("selective", "mixed"):
+        _, products, _ = compute_feed_forward_bytes(facts, kind, candidate)
+        retained = attention.matmul_results + 2.0 * block.gathered + products
+        retained += block.should_gather_gradient * (block.gathered + block.stream)
+    # The norm's output, gathered under sequence parallelism, and the result, which is then reduced.
+    outside = (1.0 + 2.0 * block.should_gather_gradient) * block.stream + 2.0 * block.gathered
+    in_attention = attention.saved + attention.score_products + block.queries + block.keys
+    num_streams = 1.0 + facts.shape.parallel_residual
+    peak = outside + max(in_attention, num_streams * block.stream + _compute_inner_bytes(block))
+    if block.routed:
+        retained = max(0.0, retained - block.routed)
+    else:
+        retained = max(0.0, retained - block.gathered - (1.0 + block.is_gated) * block.inner)
+    cast = 0.0
+    if casts_weights(candidate):
+        size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+        cast = count_largest_matrix(facts, kind, candidate) * size
+    return peak + retained + cast
+
+
+def _compute_inner_bytes(block: BlockTensorBytes) -> float:
+    """Compute the bytes within the feed-forward: its projections and their product, or rows of
+    experts as they are sent, sorted and returned."""
+    if not block.routed:
+        return (3.0 if block.is_gated else 2.0) * block.inner
+    return 3.0 * block.inner + 2.0 * max(block.routed, block.unpadded) + 2.0 * block.exchanged
