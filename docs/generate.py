@@ -72,6 +72,9 @@ def render_recipe_page() -> str:
         "Written by `python docs/generate.py` from the JSON schema of `shardwright schema`, which "
         "editors read.",
         "",
+        "Relative paths start at the current folder. A leading `~` in a path becomes the home "
+        "folder, and `${NAME}` in any text the value of the environment variable.",
+        "",
     ]
     lines += _render_section("Recipe", schema, schema["$defs"])
     for name, definition in schema["$defs"].items():

@@ -213,6 +213,18 @@ def test_bf16_runs_of_several_ranks_match_one_process(
         assert step.loss == pytest.approx(other.loss, rel=5e-3), step.step
 
 
+def test_a_base_that_was_moved_is_an_error_with_a_remedy(run: Path, recipe: Path) -> None:
+    base = recipe.parent / "base"
+    moved = base.rename(base.with_name("moved"))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"base model.*correct model\.path in recipe\.yaml"
+        ):
+            open_model_source(run)
+    finally:
+        moved.rename(base)
+
+
 def test_another_base_is_refused(run: Path, recipe: Path) -> None:
     base = recipe.parent / "base"
     original = (base / "model.safetensors").read_bytes()

@@ -156,7 +156,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"the model's config.json cannot be read: {error.strerror}",
             field="model.path",
             got=path,
-            remedy="Name a folder that contains config.json",
+            remedy=f"Name a folder that contains config.json; relative paths start at {Path.cwd()}",
         ) from error
     except (ValueError, RecursionError) as error:
         raise ArchitectureError(

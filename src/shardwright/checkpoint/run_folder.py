@@ -76,6 +76,11 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def generation_config_path(self) -> Path:
+        """The generation_config.json of the model that the run started from, if it has one."""
+        return self.path / "generation_config.json"
+
+    @property
     def tokenizer_path(self) -> Path:
         """Folder of the tokenizer."""
         return self.path / "tokenizer"
@@ -190,9 +195,10 @@ class RunFolder:
         plan: dict[str, Any],
         config: dict[str, Any],
         prediction: dict[str, Any] | None = None,
+        generation_config: dict[str, Any] | None = None,
         save_tokenizer: Callable[[Path], None] = lambda _folder: None,
     ) -> None:
-        """Write recipe, plan, prediction and model configuration, each file atomically.
+        """Write recipe, plan, prediction and the model's configurations, each file atomically.
 
         Credentials in URLs are masked in the recipe.
 
@@ -206,12 +212,15 @@ class RunFolder:
         try:
             save_tokenizer(self.tokenizer_path)
             for path, text in (
-                (self.plan_path, json.dumps(plan, indent=2) + "\n"),
-                (self.config_path, json.dumps(config, indent=2) + "\n"),
                 *(
-                    []
-                    if prediction is None
-                    else [(self.prediction_path, json.dumps(prediction, indent=2) + "\n")]
+                    (path, json.dumps(value, indent=2) + "\n")
+                    for path, value in (
+                        (self.plan_path, plan),
+                        (self.config_path, config),
+                        (self.prediction_path, prediction),
+                        (self.generation_config_path, generation_config),
+                    )
+                    if value is not None
                 ),
                 (
                     self.recipe_path,

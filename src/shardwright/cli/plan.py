@@ -28,11 +28,12 @@ _MAX_DIGITS = 18
 
 
 ClusterOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--cluster",
         metavar="GPUS",
-        help="Devices of one node, e.g. 8xH100-80GB. An unknown name lists the known ones.",
+        help="Devices of one node, e.g. 8xH100-80GB, or 4xCPU for ranks on this machine; default "
+        "the recipe's cluster. An unknown name lists the known ones.",
     ),
 ]
 ClusterNodeCount = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
@@ -122,7 +123,7 @@ ExplainOption = Annotated[bool, typer.Option("--explain", help="Explain the choi
 
 def plan_command(
     recipe: RecipePath,
-    cluster: ClusterOption,
+    cluster: ClusterOption = None,
     nodes: ClusterNodeCount = 1,
     link: LinkName = None,
     profile: ProfilePath = None,

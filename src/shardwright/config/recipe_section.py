@@ -11,13 +11,16 @@ _MAX_PATH_BYTES = 4095
 _MAX_PART_BYTES = 255
 
 
-def _check_path(text: str) -> str:
-    """Refuse paths that no Linux file system accepts, before they are opened. URLs are not
-    checked."""
+def _read_path(text: str) -> str:
+    """Expand a leading `~`; refuse paths that no Linux file system accepts, before they are
+    opened. URLs stay as they are."""
     if not text.strip():
         raise ValueError("the path is empty")
     if "://" in text:
         return text
+    text = os.path.expanduser(text)
+    if text.split("/")[0] == "~":
+        raise ValueError("the home folder `~` is unknown; set HOME, or give the whole path")
     if len(os.fsencode(text)) > _MAX_PATH_BYTES:
         raise ValueError(f"the path is longer than {_MAX_PATH_BYTES:,} bytes")
     longest = max(len(os.fsencode(part)) for part in text.split("/"))
@@ -28,8 +31,8 @@ def _check_path(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path or a URL."""
+PathText = Annotated[str, AfterValidator(_read_path)]
+"""A path or a URL. A leading `~` becomes the home folder."""
 
 
 def _check_local(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from shardwright.convert.accelerate import read_fsdp
@@ -318,7 +319,8 @@ def _read_sources(entries: Any, key: str, draft: RecipeDraft) -> list[dict[str, 
 
 
 def _is_hub_name(path: str) -> bool:
-    """True if a path looks like `owner/name`, not like a folder path or a file with a suffix.
+    """True if a path looks like `owner/name`, not like a folder path or a file with a suffix, and
+    does not exist here.
 
     >>> [_is_hub_name(path) for path in ("owner/Model-3.2-1B", "./data/a.jsonl", "data/a.jsonl")]
     [True, False, False]
@@ -327,6 +329,7 @@ def _is_hub_name(path: str) -> bool:
         path.count("/") == 1
         and not path.startswith((".", "/", "~", "$"))
         and not path.rpartition(".")[2].isalpha()
+        and not os.path.exists(path)
     )
 
 

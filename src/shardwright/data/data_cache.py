@@ -43,7 +43,7 @@ def find_cache_root(cache_dir: str | None) -> Path:
         DataError: $SHARDWRIGHT_CACHE is a URL.
     """
     if cache_dir is not None:
-        return Path(os.path.expanduser(cache_dir))
+        return Path(cache_dir)
     base = os.environ.get("SHARDWRIGHT_CACHE")
     if base and "://" in base:
         raise DataError(

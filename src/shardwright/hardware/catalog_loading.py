@@ -226,7 +226,8 @@ def find_node(name: str) -> Node:
             field="cluster",
             got=name,
             allowed=_list_closest_names(name, names, list_accelerators()),
-            remedy="Use one of these names, or add a file to hardware/catalog",
+            remedy="Use one of these names, or CPU for the cores of this machine, or add a file to "
+            "hardware/catalog",
         )
     return nodes[known]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +27,10 @@ from shardwright.config.model import ModelSection
 from shardwright.data.tokens.tokenizer import Tokenizer
 from shardwright.data.tokens.tokenizer_loading import has_tokenizer, load_tokenizer
 from shardwright.errors import CheckpointError, InputError, TokenizerError
-from shardwright.files import read_text
 from shardwright.model.decoder import Decoder
 from shardwright.model.hf.exported_tensors import choose_stored_dtype
 from shardwright.model.hf.hf_decoder import build_decoder
+from shardwright.model.hf.hf_folder import read_generation_config
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.products.nf4 import read_packed_slice
@@ -60,7 +59,7 @@ class ModelSource:
     Attributes:
         read: Returns one whole parameter by name, as stored.
         dtype: Precision of the training (run) or of the files (folder).
-        generation_config: That of the folder, or of the folder that the run started from.
+        generation_config: That of the folder. A run has that of the model that it started from.
         base: Folder of the base model under adapters; None for a base initialised from a seed.
         read_plain: Like `read`, with a quantised base in its original precision.
         needs_tokenizer: True if the model was trained with a tokenizer.
@@ -155,7 +154,7 @@ def open_model_source(path: str | Path, checkpoint: str = LATEST_NAME) -> ModelS
         read=weights.read,
         dtype=dtype,
         tokenizer_folder=path,
-        generation_config=_read_generation_config(path),
+        generation_config=read_generation_config(path),
     )
 
 
@@ -206,9 +205,7 @@ def _open_run(folder: RunFolder, checkpoint: str) -> ModelSource:
         dtype=resolve_dtypes(recipe.precision).compute,
         tokenizer_folder=folder.tokenizer_path,
         step=opened.step,
-        generation_config=_read_generation_config(Path(recipe.model.path))
-        if recipe.model.path
-        else None,
+        generation_config=read_generation_config(folder.path),
         base=recipe.model.path if recipe.model.is_pretrained else None,
         read_full_precision=read_plain,
         needs_tokenizer=recipe.tokenizer.kind != "huggingface" or recipe.tokenizer.path is not None,
@@ -252,7 +249,7 @@ def open_adapter_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Ad
     """Open the base model of a run that trains adapters.
 
     Raises:
-        CheckpointError: The folder's weights are not those of the training.
+        CheckpointError: There is no such folder, or its weights are not those of the training.
     """
     if not recipe.model.is_pretrained:
         specs = {spec.name: spec.packed_matrix or spec for spec in shape.list_parameters()}
@@ -264,6 +261,14 @@ def open_adapter_base(recipe: Recipe, shape: ModelShape, fingerprint: str) -> Ad
             ),
         )
     assert recipe.model.path is not None
+    if not Path(recipe.model.path).is_dir():
+        raise CheckpointError(
+            "the folder of the base model, which the adapters need, does not exist",
+            field="model.path",
+            got=recipe.model.path,
+            remedy=f"Relative paths start at {Path.cwd()}. If the folder was moved, correct "
+            "model.path in recipe.yaml of the run",
+        )
     weights = WeightsFolder(recipe.model.path)
     weights.check(shape.base_shape)
     actual = weights.fingerprint()
@@ -363,14 +368,3 @@ def parse_dtype(name: str, default: torch.dtype) -> torch.dtype:
             allowed=", ".join(["auto", *DTYPE_OF_PRECISION]),
         )
     return DTYPE_OF_PRECISION[name]
-
-
-def _read_generation_config(folder: Path) -> dict[str, Any] | None:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot be read: {error}", field=str(path)) from error
-    return content if isinstance(content, dict) else None

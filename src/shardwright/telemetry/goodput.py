@@ -28,11 +28,12 @@ class Goodput:
     lost_seconds: dict[str, float] = field(default_factory=dict)
     """Other seconds by category: set-up, evaluations, checkpoints (while training waited),
     skipped steps, withdrawn steps (repeated after a resume), between steps, down (no process
-    ran)."""
+    ran, before the run was completed)."""
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds from the first start to the last event."""
+        """Seconds from the first start to the last event, without those between the completion
+        of the run and its continuation for more steps."""
         return self.total_seconds + self.lost_seconds.get("down", 0.0)
 
     @property
@@ -64,7 +65,7 @@ def measure_goodput(events: Iterable[Event]) -> Goodput:
         seconds, set_up_seconds = _measure_process(process)
         total += seconds
         lost["set-up"] += set_up_seconds
-        if previous_process:
+        if previous_process and not _is_completed(previous_process):
             lost["down"] += max(
                 0.0, process[0].time - process[0].elapsed_seconds - previous_process[-1].time
             )
@@ -90,13 +91,30 @@ def measure_goodput(events: Iterable[Event]) -> Goodput:
 
 
 def _group_by_process(events: list[Event]) -> list[list[Event]]:
-    """Group events by the process that wrote them; each process starts its clock at 0."""
+    """Group events by the process that wrote them.
+
+    Each process starts its clock at 0 and writes one `RunStartedEvent`, after warnings at most.
+    """
     processes: list[list[Event]] = []
     for event in events:
-        if not processes or event.elapsed_seconds < processes[-1][-1].elapsed_seconds:
+        if (
+            not processes
+            or event.elapsed_seconds < processes[-1][-1].elapsed_seconds
+            or (isinstance(event, RunStartedEvent) and _is_started(processes[-1]))
+        ):
             processes.append([])
         processes[-1].append(event)
     return processes
+
+
+def _is_started(process: list[Event]) -> bool:
+    return any(isinstance(event, RunStartedEvent) for event in process)
+
+
+def _is_completed(process: list[Event]) -> bool:
+    return any(
+        isinstance(event, RunFinishedEvent) and event.status == "completed" for event in process
+    )
 
 
 def _measure_process(process: list[Event]) -> tuple[float, float]:
@@ -110,9 +128,7 @@ def _measure_process(process: list[Event]) -> tuple[float, float]:
     seconds_before_file = seconds - process[-1].elapsed_seconds
     first = next((event for event in process if isinstance(event, StepEvent)), None)
     if first is None:
-        return seconds, seconds if any(
-            isinstance(event, RunStartedEvent) for event in process
-        ) else 0.0
+        return seconds, seconds if _is_started(process) else 0.0
     return seconds, min(
         seconds, seconds_before_file + max(0.0, first.elapsed_seconds - first.step_seconds)
     )

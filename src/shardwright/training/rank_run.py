@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from shardwright.launch.rank_outcome import (
     is_lost_peer_message,
 )
 from shardwright.launch.stop_signals import StopRequest
+from shardwright.model.hf.hf_folder import read_generation_config
 from shardwright.numerics.determinism import use_deterministic_algorithms
 from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.parallel.direct_collectives import observe_collectives
@@ -61,7 +63,7 @@ logger = logging.getLogger("shardwright")
 
 
 def write_run_folder(validated_run: ValidatedRun, folder: RunFolder, *, is_resumed: bool) -> None:
-    """Write recipe, plan, prediction, model configuration and tokenizer to the run folder.
+    """Write recipe, plan, prediction, the model's configurations and tokenizer to the run folder.
 
     Only with the events' lock: another run may have begun there since the folder was checked.
 
@@ -72,11 +74,13 @@ def write_run_folder(validated_run: ValidatedRun, folder: RunFolder, *, is_resum
         folder.check_started(resume=False)
     predicted = predict_training_run(validated_run)
     prediction = None if predicted is None else predicted.as_dict()
+    model_path = validated_run.recipe.model.path
     folder.write_metadata(
         validated_run.recipe,
         validated_run.plan.as_dict(),
         validated_run.shape.to_config(),
         prediction,
+        None if model_path is None else read_generation_config(Path(model_path)),
         validated_run.data.tokenizer.save,
     )
 

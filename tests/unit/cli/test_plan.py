@@ -47,6 +47,15 @@ def read_json_output(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_the_cluster_of_the_recipe_is_planned_for_by_default(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(recipe), "--json"]) == ExitCode.WRONG_INPUT
+    assert "Give it, or set `cluster` in the recipe" in capsys.readouterr().err
+    assert run(["plan", str(recipe), "--set", "cluster=8xA100-80GB", "--json"]) == ExitCode.DONE
+    assert read_json_output(capsys)["cluster"]["name"] == "8xA100-80GB-SXM"
+
+
 def test_the_best_layouts_of_a_13b_model_on_eight_gpus(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

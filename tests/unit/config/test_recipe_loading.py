@@ -181,6 +181,32 @@ def test_text_in_another_encoding_is_refused(tmp_path: Path, encoding: str) -> N
         load_recipe(path)
 
 
+def test_every_path_may_start_at_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = validate_recipe(
+        MINIMAL
+        | {
+            "model": {"path": "~/model"},
+            "data": {"sources": "~/text", "cache_dir": "~/cache"},
+            "run": {"dir": "~/runs/one"},
+            "checkpoint": {"dir": "s3://bucket/~/run"},
+        }
+    )
+    assert recipe.model.path == "/home/me/model"
+    assert (recipe.data.sources[0].path, recipe.data.cache_dir) == (
+        "/home/me/text",
+        "/home/me/cache",
+    )
+    assert recipe.run.dir == "/home/me/runs/one"
+    assert recipe.checkpoint.dir == "s3://bucket/~/run"
+
+
+def test_a_path_below_an_unknown_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(RecipeError, match="the home folder `~` is unknown; set HOME"):
+        validate_recipe(MINIMAL | {"run": {"dir": "~/runs/one"}})
+
+
 def test_environment_variables_are_expanded_or_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

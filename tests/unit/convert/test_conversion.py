@@ -273,6 +273,17 @@ def test_an_axolotl_file_becomes_a_recipe(tmp_path: Path) -> None:
     assert any("Hub" in remark for remark in conversion.remarks)
 
 
+def test_a_folder_that_exists_is_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changed = AXOLOTL | {"base_model": "models/llama"}
+    remark = "models/llama looks like a Hugging Face Hub name"
+    assert remark in str(convert_document(tmp_path, "absent.yml", changed).remarks)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    assert remark not in str(convert_document(tmp_path, "present.yml", changed).remarks)
+
+
 def test_axolotls_preference_training_is_converted_or_reported(tmp_path: Path) -> None:
     """Preference training must never become supervised training on the responses."""
     pairs = AXOLOTL | {

@@ -130,6 +130,7 @@ def test_unknown_accelerators_are_refused_with_the_nearest(name: str) -> None:
         parse_cluster(name)
     assert raised.value.exit_code == 2
     assert "SXM" in str(raised.value.allowed)
+    assert "CPU for the cores of this machine" in str(raised.value.remedy)
 
 
 def test_unknown_links_and_zero_accelerators_are_refused() -> None:

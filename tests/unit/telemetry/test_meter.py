@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import pytest
 
@@ -146,3 +147,44 @@ def test_useful_and_lost_times_sum_to_the_wall_time() -> None:
         goodput.wall_seconds
     )
     assert goodput.share == pytest.approx(0.125)
+
+
+def test_a_process_that_starts_more_slowly_than_the_former_one_ran_is_another_process() -> None:
+    def set_time(elapsed: float, event: Event, opened: float) -> Event:
+        return dataclasses.replace(event, elapsed_seconds=elapsed, time=opened + elapsed)
+
+    goodput = measure_goodput(
+        [
+            set_time(0.5, make_start_event(), 1000.0),
+            set_time(2.0, make_step_event(1, step_seconds=1.0), 1000.0),
+            set_time(4.0, make_start_event(), 1012.0),
+            set_time(4.0, ResumeEvent(step=1, path="a"), 1012.0),
+            set_time(7.0, make_step_event(2, step_seconds=1.0), 1012.0),
+        ]
+    )
+    assert (goodput.useful_seconds, goodput.total_seconds, goodput.wall_seconds) == (2.0, 9.0, 19.0)
+    assert goodput.lost_seconds == pytest.approx({"set-up": 7.0, "down": 10.0})
+
+
+@pytest.mark.parametrize(("status", "down_seconds"), [("completed", 0.0), ("preempted", 10.0)])
+def test_a_completed_run_was_not_down_before_it_continued(
+    status: Literal["completed", "preempted"], down_seconds: float
+) -> None:
+    def set_time(elapsed: float, event: Event, opened: float) -> Event:
+        return dataclasses.replace(event, elapsed_seconds=elapsed, time=opened + elapsed)
+
+    goodput = measure_goodput(
+        [
+            set_time(0.5, make_start_event(), 1000.0),
+            set_time(2.0, make_step_event(1, step_seconds=1.0), 1000.0),
+            set_time(
+                2.0,
+                RunFinishedEvent(step=1, status=status, total_seconds=2.0, total_tokens=64),
+                1000.0,
+            ),
+            set_time(0.5, make_start_event(), 1012.0),
+            set_time(2.0, make_step_event(2, step_seconds=1.0), 1012.0),
+        ]
+    )
+    assert goodput.lost_seconds.get("down", 0.0) == pytest.approx(down_seconds)
+    assert goodput.wall_seconds == pytest.approx(4.0 + down_seconds)

@@ -15,7 +15,7 @@ from shardwright.data.tokens.tokenizer import CharacterTokenizer
 from shardwright.inference.model_source import find_checkpoint, open_model_source
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
-from shardwright.telemetry.event_log import RunStartedEvent, read_events
+from shardwright.telemetry.event_log import RunStartedEvent, WarningEvent, read_events
 from shardwright.training.run import train
 from tests.unit.training.finished import ALPHABET, CONFIG
 
@@ -23,7 +23,7 @@ FROZEN = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
 PRUNED = "model.layers.0.mlp.down_proj.weight"
 
 
-def fine_tune(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
+def fine_tune(folder: Path, corpus: str = ALPHABET, **model: Any) -> tuple[dict[str, Tensor], Path]:
     """Fine-tune a base in bf16; return its weights and the folder of the run."""
     tokenizer = CharacterTokenizer("".join(sorted(set(ALPHABET))))
     shape = read_config(CONFIG | {"vocab_size": tokenizer.vocab_size})
@@ -35,7 +35,7 @@ def fine_tune(folder: Path, **model: Any) -> tuple[dict[str, Tensor], Path]:
     write_hf_folder(
         folder / "base", shape, lambda name: base[name], dtype=torch.bfloat16, tokenizer=tokenizer
     )
-    (folder / "corpus.txt").write_text(ALPHABET * 20)
+    (folder / "corpus.txt").write_text(corpus * 20)
     recipe = Recipe.model_validate(
         {
             "model": {"path": str(folder / "base")} | model,
@@ -75,3 +75,15 @@ def test_updates_too_small_for_bf16_are_stored_in_fp32(tmp_path: Path) -> None:
     shape = source.shape
     assert start.flops_per_token == shape.count_flops_per_token(8, FROZEN)
     assert start.flops_per_token < shape.count_flops_per_token(8)
+
+
+def test_weights_that_were_trained_with_another_tokenizer_are_reported(tmp_path: Path) -> None:
+    """The tokenizer of characters is built from the corpus, so without one every id changes."""
+    for name, corpus in (("same", ALPHABET), ("other", "".join(sorted(set(ALPHABET)))[1:])):
+        _, run = fine_tune(tmp_path / name, corpus)
+        warnings = [event.message for event in read_events(run).filter_by_type(WarningEvent)]
+        num_ids = len(set(ALPHABET))
+        text = (
+            f"{num_ids} of the {num_ids} ids of the tokenizer in {tmp_path / name / 'base'} stand"
+        )
+        assert sum(text in warning for warning in warnings) == (name == "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import DataError, RecipeError, TokenizerError
+from shardwright.inference.model_source import open_model_source
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.training.checks.run_checks import validate_run
@@ -98,6 +100,19 @@ def test_training_evaluation_resume_and_export_work_with_ids(
             "this model has no tokenizer, which text input and output need"
             in capsys.readouterr().err
         )
+
+
+def test_a_run_keeps_the_generation_config_of_its_model(tmp_path: Path) -> None:
+    """It is exported, and it ends texts, also after the model's folder was removed."""
+    base = Path(write_model_folder(tmp_path / "base"))
+    generation = {"eos_token_id": [2, 5], "temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    train(build_recipe(tmp_path, {"path": str(base)}))
+    shutil.rmtree(base)
+    assert open_model_source(tmp_path / "run").generation_config == generation
+    out = tmp_path / "out"
+    assert run(["export", str(tmp_path / "run"), "--out", str(out), "--no-check"]) == 0
+    assert json.loads((out / "generation_config.json").read_text()) == generation
 
 
 def test_an_inline_model_trains_on_ids(tmp_path: Path) -> None:

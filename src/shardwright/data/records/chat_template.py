@@ -10,7 +10,6 @@ an error.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,7 +223,7 @@ def load_chat_template(
         TokenizerError: a file cannot be read, or there are several templates without a default.
     """
     if template_path is not None:
-        text: str | None = _read_file(Path(os.path.expanduser(template_path)))
+        text: str | None = _read_file(Path(template_path))
     else:
         text = None if folder is None else _find_template(folder)
     if text is None:

@@ -74,7 +74,7 @@ def list_files(sources: Sequence[DataSource], field: str) -> tuple[SourceFile, .
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
         where = f"{field}.{number}.path"
-        path = Path(os.path.expanduser(source.path))
+        path = Path(source.path)
         kind = _detect_kind(path, where)
         if kind == "folder":
             saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))

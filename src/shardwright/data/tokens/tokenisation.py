@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -74,9 +73,7 @@ def load_template(recipe: Recipe, tokenizer: Tokenizer | None) -> ChatTemplate |
         if tokenizer.eos_id is None
         else tokenizer.decode([tokenizer.eos_id])
     )
-    tokenizer_folder = (
-        Path(os.path.expanduser(folder)) if tokenizer is not None and folder is not None else None
-    )
+    tokenizer_folder = Path(folder) if tokenizer is not None and folder is not None else None
     template = load_chat_template(
         tokenizer_folder, recipe.data.chat_template, recipe.data.template_variables, eos_token
     )
@@ -109,7 +106,7 @@ def load_given_tokenizer(
     if (
         set(kinds) == {"tokens"}
         and recipe.tokenizer.path is None
-        and (folder is None or not _has_tokenizer(folder))
+        and (folder is None or not has_tokenizer(Path(folder)))
     ):
         if vocab_size is None:
             raise TokenizerError(
@@ -125,13 +122,9 @@ def load_given_tokenizer(
             field="tokenizer.path",
             remedy="Use a folder with tokenizer.json, or set tokenizer.kind: bpe or character",
         )
-    if not Path(os.path.expanduser(folder)).is_dir():
+    if not Path(folder).is_dir():
         raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
-    return load_tokenizer(Path(os.path.expanduser(folder)))
-
-
-def _has_tokenizer(folder: str) -> bool:
-    return has_tokenizer(Path(os.path.expanduser(folder)))
+    return load_tokenizer(Path(folder))
 
 
 def tokenise_sources(

@@ -97,6 +97,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or _find_gpt2_files(folder) is not None
 
 
+def count_differing_ids(tokenizer: Tokenizer, other: Tokenizer) -> int:
+    """Count the ids of `other` that stand for other text, or for none, in `tokenizer`."""
+    shared = min(tokenizer.vocab_size, other.vocab_size)
+    return (other.vocab_size - shared) + sum(
+        tokenizer.decode([index]) != other.decode([index]) for index in range(shared)
+    )
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder: tokenizer.json, GPT-2's two files, or by transformers.
 

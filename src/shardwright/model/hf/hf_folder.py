@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwright.architecture import HFShape, ModelShape, ParameterSpec
 from shardwright.errors import InputError, RunFailed, WeightsError
+from shardwright.files import read_text
 from shardwright.model.hf.exported_tensors import (
     ExportedTensor,
     convert_parameter,
@@ -309,6 +310,22 @@ def _replace_folder(partial: Path, out: Path) -> None:
             old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any] | None:
+    """Read generation_config.json; None if the folder has none.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot be read: {error}", field=str(path)) from error
+    return content if isinstance(content, dict) else None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

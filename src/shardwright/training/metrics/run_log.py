@@ -10,7 +10,12 @@ from pathlib import Path
 
 import torch
 
-from shardwright.errors import RunFailed
+from shardwright.data.tokens.tokenizer_loading import (
+    count_differing_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
+from shardwright.errors import RunFailed, TokenizerError
 from shardwright.masking import MaskingFormatter
 from shardwright.numerics.bf16 import build_bf16_warning
 from shardwright.optim.learning_rate import compute_batch_scale
@@ -20,6 +25,10 @@ from shardwright.training.rank_context import RankContext
 from shardwright.training.setup import describe_device, describe_versions
 
 logger = logging.getLogger("shardwright")
+
+_MAX_RENAMED_SHARE = 0.01
+"""Share of a tokenizer's ids that may stand for other text without a warning: reserved tokens get
+names, such as those of a chat template."""
 
 
 class _WarningHandler(logging.Handler):
@@ -106,6 +115,7 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
             f"{counts.num_unknown:,} of {counts.num_tokens:,} training tokens ({share:.1%}) "
             "are its unknown token"
         )
+    yield from _warn_of_another_tokenizer(validated_run)
     adapters = validated_run.shape.adapters
     if adapters is not None:
         beside = [
@@ -126,3 +136,26 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
     if scale != 1.0:
         peak = validated_run.recipe.training.learning_rate * scale
         yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
+
+
+def _warn_of_another_tokenizer(validated_run: ValidatedRun) -> Iterator[str]:
+    """Warn if loaded weights were trained with a tokenizer whose ids stand for other text."""
+    recipe = validated_run.recipe
+    uses_own = recipe.tokenizer.kind == "huggingface" and recipe.tokenizer.path is None
+    if uses_own or not recipe.model.is_pretrained:
+        return
+    assert recipe.model.path is not None
+    if not has_tokenizer(Path(recipe.model.path)):
+        return
+    try:
+        own = load_tokenizer(recipe.model.path)
+    except TokenizerError:  # a reason to name another tokenizer
+        return
+    num_differing = count_differing_ids(validated_run.data.tokenizer, own)
+    if num_differing > own.vocab_size * _MAX_RENAMED_SHARE:
+        yield (
+            f"{num_differing:,} of the {own.vocab_size:,} ids of the tokenizer in "
+            f"{recipe.model.path} stand for other text in the recipe's tokenizer: the loaded "
+            "weights do not know the new meanings. Remove the section `tokenizer` to use the "
+            "model's own"
+        )
