@@ -157,7 +157,11 @@ class Attention(nn.Module):
         # Of the CUDA kernels only flash supports grouped heads, in 16 bits and without a mask;
         # otherwise eager attention would store all scores.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
-        is_grouped = group_size > 1
+        is_grouped = False
+        # Sizes may be symbols in a compiled module that FSDP2 shards. No kernel takes a symbol for
+        # its switch, and only a branch makes it a bool.
+        if group_size > 1:
+            is_grouped = True
         needs_equal_heads = mask is not None or q_BHTE.dtype == torch.float32
         if is_grouped and needs_equal_heads and q_BHTE.is_cuda:
             k_BKSE, v_BKSE = (
