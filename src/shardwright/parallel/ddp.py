@@ -5,6 +5,7 @@
 
 from collections.abc import Collection
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,8 @@ def apply_ddp(
             their sums.
         excluded_names: parameters that are not reduced over `group`.
     """
-    import_module("torch._dynamo.config").optimize_ddp = False  # the documented switch
+    compiler_config: Any = import_module("torch._dynamo.config")
+    compiler_config.optimize_ddp = False
     excluded = {
         parameter for name, parameter in module.named_parameters() if name in excluded_names
     }
