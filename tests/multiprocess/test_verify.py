@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.architecture import read_recipe_shape
 from shardwright.cli.main import run
 from shardwright.config.layout import LayoutSection
+from shardwright.config.recipe import RecomputeKind
 from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.mlp import FeedForward
@@ -219,6 +220,31 @@ def test_gradients_that_compiled_code_loses_are_reported(
         assert "post_attention_layernorm" in str([f for f in cell.findings if not f.passed])
     else:
         assert report.passed, list_failures(report)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        (Layout(dp_shard=2, zero_stage=3), "none"),
+        (Layout(dp_shard=2, zero_stage=1), "full"),
+        (Layout(dp_replicate=2, bucket_size_bytes=4096), "none"),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_with_rows_of_any_length(
+    ranks: RankPool, layout: Layout, recompute: RecomputeKind
+) -> None:
+    """FSDP2 and DDP change how torch.compile traces and divides the blocks that they wrap."""
+    report = verify_layouts(
+        ranks,
+        LLAMA | {"num_hidden_layers": 2},
+        [layout],
+        [VerificationCase(1, recompute, tied=False, documents=False)],
+        dtypes=["float32"],  # torch 2.11 compiles no other
+        mutation=run_graphs_without_kernels,
+        model={"compile": True},
+    )
+    assert report.passed, list_failures(report)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_shard=1, zero_stage=3)], ids=str)

@@ -125,8 +125,8 @@ class DataSection(RecipeSection):
     """Length to which rows that are not full are padded: the `longest` row of their micro-batch
     (with `packing: none`, the rows of a step are grouped into micro-batches by length), or
     sequence_length. Padding is masked in attention and loss, so loss and gradients are the
-    same. Compiled blocks, and experts with balance losses or a capacity, always use one
-    length."""
+    same. Compiled blocks under `tp` or `cp`, and experts with balance losses or a capacity,
+    always use one length."""
     pad_to_multiple_of: Positive = 8
     """`padding: longest` rounds lengths up to a multiple of this and of the number of parts
     into which the layout shards a row."""

@@ -4,6 +4,8 @@
 # themselves, not with their names.
 
 from collections.abc import Collection
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +28,16 @@ def apply_ddp(
     divided (a mean of means is wrong if ranks have different numbers of tokens). Gradients are
     views of the buckets, so there is no second copy.
 
+    Compiled code under DDP stays as it is compiled elsewhere: torch would divide the graph of a
+    block of more than 1 MiB where its buckets end, and refuses smaller buckets.
+
     Args:
         reduce_dtype: dtype of the sums. bf16 halves the bytes sent of fp32 gradients and rounds
             their sums.
         excluded_names: parameters that are not reduced over `group`.
     """
+    compiler_config: Any = import_module("torch._dynamo.config")
+    compiler_config.optimize_ddp = False
     excluded = {
         parameter for name, parameter in module.named_parameters() if name in excluded_names
     }

@@ -2,7 +2,7 @@
 
 gloo reduces and scatters by an all-reduce of a copy, and gathers into a copy. Messages go from and
 to the tensors themselves: with two ranks they take about half the time and half the processor
-time (docs/decisions/0254-messages-instead-of-gloos-collectives.md). Both functions have the
+time (docs/decisions/0253-messages-instead-of-gloos-collectives.md). Both functions have the
 arguments of torch's, which they call on other devices and backends, in compiled graphs, for an
 asynchronous reduce-scatter and for reductions that are not sums.
 

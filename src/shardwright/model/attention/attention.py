@@ -14,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.architecture import ModelShape
-from shardwright.model.attention.fused_attention import AttentionSettings, attend_fused
+from shardwright.model.attention.fused_attention import (
+    AttentionSettings,
+    attend_fused,
+    has_grouped_heads,
+)
 from shardwright.model.attention.rope import rotate
 from shardwright.model.dropout import Dropout
 from shardwright.model.forward_context import ForwardContext
@@ -157,7 +161,7 @@ class Attention(nn.Module):
         # Of the CUDA kernels only flash supports grouped heads, in 16 bits and without a mask;
         # otherwise eager attention would store all scores.
         group_size = q_BHTE.shape[1] // k_BKSE.shape[1]
-        is_grouped = group_size > 1
+        is_grouped = has_grouped_heads(q_BHTE, k_BKSE)
         needs_equal_heads = mask is not None or q_BHTE.dtype == torch.float32
         if is_grouped and needs_equal_heads and q_BHTE.is_cuda:
             k_BKSE, v_BKSE = (

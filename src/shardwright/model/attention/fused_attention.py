@@ -196,6 +196,18 @@ def attend_fused(
     return _attend_flex(q_BHTE, k_BKTE, v_BKTE, layer.block_mask, settings)
 
 
+def has_grouped_heads(q_BHTE: Tensor, k_BKSE: Tensor) -> bool:
+    """Return True if several query heads share a key head.
+
+    Sizes may be symbols in a compiled module that FSDP2 shards. No kernel takes a symbol for its
+    switch, and only a branch makes it a bool.
+    """
+    is_grouped = False
+    if q_BHTE.shape[1] != k_BKSE.shape[1]:
+        is_grouped = True
+    return is_grouped
+
+
 def _attend_varlen(
     q_BHTE: Tensor,
     k_BKTE: Tensor,
@@ -279,7 +291,7 @@ def _attend_flex(
         score_mod=None if soft_cap is None else limit,
         block_mask=block_mask,
         scale=settings.scale,
-        enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
+        enable_gqa=has_grouped_heads(q_BHTE, k_BKTE),
         return_aux=flex.AuxRequest(lse=True),
     )
     if settings.sinks_H is None:
