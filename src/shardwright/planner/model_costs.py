@@ -7,7 +7,7 @@ count, so that a 126-layer model costs as much to evaluate as one layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from operator import add
@@ -142,6 +142,13 @@ class ParameterElementsByPart:
     head: ParameterElements
     """Elements of the final norm and the head. With tied embeddings, of the norm alone."""
 
+    def sum_layers(self, counts: Sequence[int]) -> ParameterElements:
+        """Sum the elements of so many layers of each kind."""
+        total = ParameterElements()
+        for layer, count in zip(self.layers, counts, strict=True):
+            total = total.add(layer.multiply(count))
+        return total
+
 
 class ModelFacts:
     """A model shape with its layers grouped into kinds.
@@ -177,7 +184,6 @@ class ModelFacts:
             for slot, ((layer, saved_results, part), count) in enumerate(counts.items())
         )
         self._element_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
-        self._trained_counts: dict[tuple[int, ...], ParameterElementsByPart] = {}
         self._flops_per_token: dict[int, float] = {}
         self.pipeline_cache: dict[tuple[object, ...], object] = {}
         """Cache of `planner.time.pipeline`."""
@@ -322,23 +328,17 @@ class ModelFacts:
         to."""
         return compute_mean_visible_keys(tokens, kind.shape.window)
 
-    def count_elements(self, layout: Layout) -> ParameterElementsByPart:
+    def count_elements(
+        self, layout: Layout, *, should_skip_frozen: bool = False
+    ) -> ParameterElementsByPart:
         """Count the elements on the rank of a stage with the most, from
-        `placement.build_parameter_layouts`."""
-        key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
+        `placement.build_parameter_layouts`: of all parameters, or of those that are not frozen."""
+        skipped = self._frozen_samples if should_skip_frozen else frozenset()
+        key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1, bool(skipped))
         if key not in self._element_counts:
-            self._element_counts[key] = self._count_elements(layout, self.sample_parameters)
+            specs = [spec for spec in self.sample_parameters if spec.name not in skipped]
+            self._element_counts[key] = self._count_elements(layout, specs)
         return self._element_counts[key]
-
-    def count_trained_elements(self, layout: Layout) -> ParameterElementsByPart:
-        """Count the same of parameters that are not frozen."""
-        if not self.frozen_names:
-            return self.count_elements(layout)
-        key = (layout.tp, layout.ep, layout.fsdp, layout.zero_stage >= 1)
-        if key not in self._trained_counts:
-            trained = [s for s in self.sample_parameters if s.name not in self._frozen_samples]
-            self._trained_counts[key] = self._count_elements(layout, trained)
-        return self._trained_counts[key]
 
     def _count_elements(
         self, layout: Layout, specs: Collection[ParameterSpec]

@@ -60,7 +60,7 @@ class ProductElements(NamedTuple):
     down: float = 0.0
     up: float = 0.0
     """Those of gate and up together."""
-    output: float = 0.0
+    attention_out: float = 0.0
     projections: float = 0.0
 
 
@@ -274,8 +274,8 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
         defers_output * gathered_gradient
         + block.queries * (1.0 + (defers_output - block.is_saved("attention_out")) * is_explicit)
         + (defers_output - 1.0) * branch_gradient,
-        block.elements.output,
-        block.trained_elements.output,
+        block.elements.attention_out,
+        block.trained_elements.attention_out,
         block.temporaries.attention_out,
     )
     projected = block.queries + 2.0 * block.keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.backward_peak import (
     BlockWeightBytes,
@@ -20,33 +21,20 @@ def count_product_elements(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate, *, should_skip_frozen: bool = False
 ) -> ProductElements:
     """Count the elements of a layer's matrices on this rank, by the product that reads them."""
-    layout = candidate.layout
-    down = up = output = projections = 0.0
+    elements: dict[str, float] = {}
     for product in (*kind.matmuls, *kind.expert_matmuls):
-        if should_skip_frozen and not product.is_trained:
-            continue
-        elements = _count_local_outputs(product, layout.tp) * _count_local_inputs(
-            product, layout.tp
-        )
-        elements *= facts.count_local_matrices(kind, product, layout.ep)
-        if product.role in DOWN_ROLES:
-            down += elements
-        elif product.role in UP_ROLES:
-            up += elements
-        elif product.role == "attention_out":
-            output += elements
-        elif product.role != "router":
-            projections += elements
-    return ProductElements(down, up, output, projections)
+        if product.role != "router" and (product.is_trained or not should_skip_frozen):
+            products = _find_products(product)
+            elements[products] = elements.get(products, 0.0) + _count_local_elements(
+                facts, kind, product, candidate.layout
+            )
+    return ProductElements(**elements)
 
 
 def count_largest_matrix(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
     """Count the elements of a layer's largest matrix on this rank."""
-    layout = candidate.layout
     return max(
-        _count_local_outputs(product, layout.tp)
-        * _count_local_inputs(product, layout.tp)
-        * facts.count_local_matrices(kind, product, layout.ep)
+        _count_local_elements(facts, kind, product, candidate.layout)
         for product in (*kind.matmuls, *kind.expert_matmuls)
     )
 
@@ -56,22 +44,27 @@ def find_frozen_products(kind: LayerKind) -> frozenset[Products]:
 
     Of experts and a shared one both must be.
     """
-    frozen: set[Products] = set()
-    matrices = (*kind.matmuls, *kind.expert_matmuls)
-    projections = tuple(
-        product.role
-        for product in matrices
-        if product.role not in (*UP_ROLES, *DOWN_ROLES, "attention_out", "router")
-    )
-    if kind.is_frozen(*DOWN_ROLES):
-        frozen.add("down")
-    if kind.is_frozen(*UP_ROLES):
-        frozen.add("up")
-    if kind.is_frozen("attention_out"):
-        frozen.add("attention_out")
-    if kind.is_frozen(*projections):
-        frozen.add("projections")
-    return frozenset(frozen)
+    matrices = [
+        product for product in (*kind.matmuls, *kind.expert_matmuls) if product.role != "router"
+    ]
+    trained = {_find_products(product) for product in matrices if product.is_trained}
+    return frozenset(map(_find_products, matrices)) - trained
+
+
+def _find_products(product: Matmul) -> Products:
+    """Return the products of a block that read a matrix, which is no router's."""
+    if product.role in DOWN_ROLES:
+        return "down"
+    if product.role in UP_ROLES:
+        return "up"
+    return "attention_out" if product.role == "attention_out" else "projections"
+
+
+def _count_local_elements(
+    facts: ModelFacts, kind: LayerKind, product: Matmul, layout: Layout
+) -> float:
+    elements = _count_local_outputs(product, layout.tp) * _count_local_inputs(product, layout.tp)
+    return elements * facts.count_local_matrices(kind, product, layout.ep)
 
 
 def get_weight_bytes(candidate: Candidate, *, is_deferred: bool) -> BlockWeightBytes:

@@ -25,15 +25,14 @@ def count_trained_elements(
     frozen."""
     if candidate.adapter is not None:
         return count_adapter_elements(facts, candidate, load)
-    return _sum_parameters(facts, facts.count_trained_elements(candidate.layout), load)
+    elements = facts.count_elements(candidate.layout, should_skip_frozen=True)
+    return _sum_parameters(facts, elements, load)
 
 
 def _sum_parameters(
     facts: ModelFacts, elements: ParameterElementsByPart, load: StageLoad
 ) -> ParameterElements:
-    total = ParameterElements()
-    for layer, count in zip(elements.layers, load.layers, strict=True):
-        total = total.add(layer.multiply(count))
+    total = elements.sum_layers(load.layers)
     if load.has_embedding or (load.has_head and facts.shape.tied_embeddings):
         total = total.add(elements.embedding)
     return total.add(elements.head) if load.has_head else total
@@ -78,7 +77,7 @@ def count_group_elements(
     `should_skip_moved` leaves out weights that are offloaded, `should_skip_frozen` frozen ones,
     which have no gradient to reduce.
     """
-    by_part = count_by_part(facts, candidate, should_skip_frozen=should_skip_frozen)
+    by_part = facts.count_elements(candidate.layout, should_skip_frozen=should_skip_frozen)
     moved_share = should_skip_moved and candidate.parameter_offload != "none"
     present = [
         layer.local - moved_share * layer.movable
@@ -92,19 +91,10 @@ def count_root_elements(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, *, should_skip_frozen: bool = False
 ) -> float:
     """Count the elements gathered with the root module: embedding and head of the stage."""
-    by_part = count_by_part(facts, candidate, should_skip_frozen=should_skip_frozen)
+    by_part = facts.count_elements(candidate.layout, should_skip_frozen=should_skip_frozen)
     elements = (
         by_part.embedding.local
         if load.has_embedding or (load.has_head and facts.shape.tied_embeddings)
         else 0.0
     )
     return elements + (by_part.head.local if load.has_head else 0.0)
-
-
-def count_by_part(
-    facts: ModelFacts, candidate: Candidate, *, should_skip_frozen: bool
-) -> ParameterElementsByPart:
-    """Count the elements of all parameters on a rank, or of those that are not frozen."""
-    if should_skip_frozen:
-        return facts.count_trained_elements(candidate.layout)
-    return facts.count_elements(candidate.layout)

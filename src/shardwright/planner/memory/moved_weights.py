@@ -12,11 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.model_costs import (
-    ModelFacts,
-    ParameterElements,
-    ParameterElementsByPart,
-)
+from shardwright.planner.model_costs import ModelFacts, ParameterElementsByPart
 
 
 class MovedWeights(NamedTuple):
@@ -54,7 +50,7 @@ def compute_moved_weights(
         return MovedWeights()
     stored, largest = _count_movable(facts.count_elements(candidate.layout), candidate, layers)
     trained, largest_trained = _count_movable(
-        facts.count_trained_elements(candidate.layout), candidate, layers
+        facts.count_elements(candidate.layout, should_skip_frozen=True), candidate, layers
     )
     num_blocks = float(sum(layers))
     if candidate.has_offloaded_shards:
@@ -73,9 +69,7 @@ def _count_movable(
     by_part: ParameterElementsByPart, candidate: Candidate, layers: tuple[int, ...]
 ) -> tuple[float, float]:
     """Count the elements that a rank keeps in the tier, and those of its largest block."""
-    total = ParameterElements()
-    for layer, count in zip(by_part.layers, layers, strict=True):
-        total = total.add(layer.multiply(count))
+    total = by_part.sum_layers(layers)
     largest = max(
         (
             part.movable_sharded if candidate.has_offloaded_shards else part.movable

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.element_counts import (
     count_adapter_elements,
-    count_by_part,
     count_group_elements,
     count_rank_elements,
     count_root_elements,
@@ -246,19 +245,18 @@ def _count_cast_elements(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, parameters: ParameterElements
 ) -> float:
     """Count the elements of the layers' matrices whose casts are saved."""
+    elements = facts.count_elements(candidate.layout).layers
     if candidate.engine.should_recompute_casts(candidate.recompute):
-        elements = facts.count_elements(candidate.layout).layers
         return sum(
             layer.local_matrices * count
             for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
             if has_saved_casts(candidate, kind)
         )
-    unsaved = 0.0
-    for kind, layer, count in zip(
-        facts.kinds, facts.count_elements(candidate.layout).layers, load.layers, strict=True
-    ):
-        if not kind.has_backward:
-            unsaved += layer.local_matrices * count
+    unsaved = sum(
+        layer.local_matrices * count
+        for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
+        if not kind.has_backward
+    )
     root = count_root_elements(facts, candidate, load)
     return max(0.0, parameters.local_matrices - root - unsaved)
 
@@ -282,7 +280,7 @@ def compute_working_bytes(
     size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
     if candidate.adapter is not None:
         return count_adapter_elements(facts, candidate, load).local * size
-    elements = count_by_part(facts, candidate, should_skip_frozen=should_skip_frozen)
+    elements = facts.count_elements(candidate.layout, should_skip_frozen=should_skip_frozen)
     shares = candidate.quantised_shares
     dense_bytes, expert_bytes = (
         size
@@ -411,7 +409,7 @@ def compute_pending_gradient_bytes(
         or not persistent.trained_parameters.local
     ):
         return 0.0
-    by_part = facts.count_trained_elements(candidate.layout)
+    by_part = facts.count_elements(candidate.layout, should_skip_frozen=True)
     pending = _count_pending_elements(facts, candidate, load, num_groups)
     pending += 0.0 if facts.shape.tied_embeddings else by_part.embedding.local
     return candidate.engine.compute_pending_gradient_bytes(
@@ -430,7 +428,7 @@ def _count_pending_elements(
     if not facts.frozen_names:
         return num_groups * count_group_elements(facts, candidate, load, should_skip_moved=True)
     moved_share = candidate.parameter_offload != "none"
-    trained = facts.count_trained_elements(candidate.layout).layers
+    trained = facts.count_elements(candidate.layout, should_skip_frozen=True).layers
     by_slot = {
         kind.slot: layer.local - moved_share * layer.movable
         for kind, layer, count in zip(facts.kinds, trained, load.layers, strict=True)

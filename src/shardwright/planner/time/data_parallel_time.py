@@ -24,10 +24,8 @@ def _sum_rank_parameters(
     """Return a rank's parameters, all or trained ones: all its layers, one group of them, and
     embedding and head."""
     facts = costs.facts
-    layers = ParameterElements()
     group = ParameterElements()
     for layer, count in zip(by_part.layers, load.layers, strict=True):
-        layers = layers.add(layer.multiply(count))
         if count and layer.local > group.local:
             group = layer
     ends = ParameterElements()
@@ -36,7 +34,7 @@ def _sum_rank_parameters(
     if load.has_head:
         ends = ends.add(by_part.head)
     return (
-        layers,
+        by_part.sum_layers(load.layers),
         group.multiply(min(costs.candidate.layout.wrap_blocks, max(1, sum(load.layers)))),
         ends,
     )
@@ -56,7 +54,7 @@ def count_first_elements(costs: StepCosts, load: StageLoad) -> float:
     num_layers = max(1, sum(load.layers))
     if costs.candidate.adapter is not None:
         return count_updated_elements(costs, load) / num_layers
-    trained = costs.facts.count_trained_elements(costs.candidate.layout)
+    trained = costs.facts.count_elements(costs.candidate.layout, should_skip_frozen=True)
     layers, _, ends = _sum_rank_parameters(costs, load, trained)
     if costs.candidate.is_sharded:
         return layers.sharded / num_layers + ends.sharded
@@ -147,7 +145,9 @@ def _leave_out_frozen(
     candidate = costs.candidate
     wrap_blocks = candidate.layout.wrap_blocks
     facts = costs.facts
-    trained = _sum_rank_parameters(costs, load, facts.count_trained_elements(candidate.layout))
+    trained = _sum_rank_parameters(
+        costs, load, facts.count_elements(candidate.layout, should_skip_frozen=True)
+    )
     layers = facts.count_elements(candidate.layout).layers
     counted = list(zip(facts.kinds, layers, load.layers, strict=True))
     num_backward = sum(count for kind, _, count in counted if kind.has_backward)

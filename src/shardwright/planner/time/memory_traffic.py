@@ -383,7 +383,7 @@ def count_weight_traffic_bytes(
     if candidate.adapter is not None:
         return 0.0, 0.0
     elements = facts.count_elements(layout).layers[kind.slot]
-    trained = facts.count_trained_elements(layout).layers[kind.slot]
+    trained = facts.count_elements(layout, should_skip_frozen=True).layers[kind.slot]
     gradient_bytes = candidate.engine.get_gradient_bytes(master)
     if candidate.is_sharded:
         if layout.zero_stage == 3:
