@@ -125,8 +125,8 @@ def reduce_scatter_single(
     """
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
-    is_sum = op == dist.ReduceOp.SUM
-    if async_op or not is_sum or not _sends_messages(output, group):
+    # Last, because the compiler of torch 2.11 cannot trace comparisons of operations.
+    if async_op or not _sends_messages(output, group) or op != dist.ReduceOp.SUM:
         return _reduce_scatter_by_backend(output, source, op=op, group=group, async_op=async_op)
     torch.ops.shardwright_collectives.reduce_scatter_by_messages(
         output, source, is_source_free, group.group_name
