@@ -132,10 +132,13 @@ class ExpertStack(nn.Module):
                 x_MD, self.lora_A, counts_E, ProductRule(self.num_in), self.working_lora_A
             )
             rank_rule = ProductRule(self.adapters.rank)
-            update_MF = multiply_by_expert(
-                low_MR, self.lora_B, counts_E, rank_rule, self.working_lora_B
+            out_MF = out_MF + multiply_by_expert(
+                low_MR * self.adapters.scale,
+                self.lora_B,
+                counts_E,
+                rank_rule,
+                self.working_lora_B,
             )
-            out_MF = out_MF + update_MF * self.adapters.scale
         if self.bias is None:
             return out_MF
         bias_EF = self.bias.to(x_MD.dtype)

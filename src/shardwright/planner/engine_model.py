@@ -20,8 +20,8 @@ from shardwright.planner.memory.backward_peak import BlockTensorBytes, compute_p
 from shardwright.planner.model_costs import ModelFacts, ParameterElements
 from shardwright.planner.time.communication import NetworkModel, StridedGroup
 from shardwright.planner.time.operation_passes import (
+    OWN_ADAPTER_PASSES,
     OWN_PASSES,
-    SEPARATE_ADAPTER_PASSES,
     AdapterPasses,
     ElementwisePasses,
 )
@@ -116,7 +116,7 @@ class EngineModel:
     @property
     def adapter_passes(self) -> AdapterPasses:
         """Reads and writes of adapters in addition to their matrices."""
-        return SEPARATE_ADAPTER_PASSES
+        return OWN_ADAPTER_PASSES
 
     @property
     def elementwise_passes(self) -> ElementwisePasses:

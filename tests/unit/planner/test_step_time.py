@@ -544,8 +544,8 @@ def test_adapters_take_the_time_of_their_memory_traffic() -> None:
         replace(candidate, adapter=LowRankAdapter(8, roles=(gate.role,))),
         rates,
     )
-    forward = 64 * (gate.num_inputs + 6 * gate.num_outputs)
-    backward = 64 * (5 * gate.num_inputs + 4 * gate.num_outputs)
+    forward = 64 * (gate.num_inputs + 4 * gate.num_outputs)
+    backward = 64 * (5 * gate.num_inputs + 2 * gate.num_outputs)
     assert adapted.forward - without_adapter.forward == pytest.approx(
         rates.time_copy(2.0 * forward)
     )

@@ -351,8 +351,8 @@ def _build_adapted_forward(module: Any, scale: float) -> Callable[[Tensor], Tens
         product: Tensor = base_forward(x)
         if getattr(module, "is_adapter_disabled", False):
             return product
-        update: Tensor = module.lora_B(module.lora_A(x))
-        return product + scale * update
+        update: Tensor = module.lora_B(module.lora_A(x) * scale)
+        return product + update
 
     return forward
 

@@ -114,7 +114,7 @@ class Linear(nn.Module):
         """Add the adapter's update to a product; `narrow_BLR` is x A."""
         assert self.adapters is not None
         with name_results(None):
-            return product + self.lora_B(narrow_BLR) * self.adapters.scale
+            return product + self.lora_B(narrow_BLR * self.adapters.scale)
 
     def _list_terms(self, x: Tensor) -> tuple[list[Tensor], list[Operands]]:
         """List inputs and operands whose products add up to this layer's, without the bias."""
@@ -164,7 +164,8 @@ class Linear(nn.Module):
             else self._drop_adapter_input(x, adapters.dropout, dropout)
         )
         with name_results(None):
-            update = self.lora_B(self.lora_A(adapter_x)) * adapters.scale
+            # The narrow result is scaled: neither pass reads the wide one once more for it.
+            update = self.lora_B(self.lora_A(adapter_x) * adapters.scale)
         if adapters.kind != "dora":
             return self._multiply(x, bias) + update
         product = self._multiply(x, None)

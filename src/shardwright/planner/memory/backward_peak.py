@@ -178,9 +178,9 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     if tensor_bytes.is_repeated and tensor_bytes.routed:
         # The end of the repeated forward pass: input of the feed-forward, unless rows are sent to
         # other ranks, and results of experts in the order of experts, before and after the
-        # exchange, or those of adapters, scaled and not. The gradient is gathered before it.
+        # exchange. The gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
-        results = tensor_bytes.routed * (1.0 + tensor_bytes.is_adapted)
+        results = tensor_bytes.routed
         if num_parts:
             returned = tensor_bytes.unpadded or tensor_bytes.routed
             results = (tensor_bytes.routed + returned) / num_parts
@@ -225,11 +225,11 @@ def compute_deferred_bytes(tensor_bytes: BlockTensorBytes) -> float:
 
 def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
     """Compute the bytes at the end of a block's forward pass with adapters, next to the results of
-    its products: sums of product and adapter, the product of both projections, the feed-forward's
-    input, and the scaled and added output."""
+    its products: sums of product and adapter, the product of both projections, and the
+    feed-forward's input."""
     inner = (3.0 if tensor_bytes.is_gated else 2.0) * tensor_bytes.inner
     output = max(tensor_bytes.routed, tensor_bytes.gathered)
-    return inner + tensor_bytes.gathered + 2.0 * output + tensor_bytes.stream
+    return inner + tensor_bytes.gathered + output + tensor_bytes.stream
 
 
 def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:

@@ -286,7 +286,9 @@ def compute_live_activations(
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
     returning: tuple[tuple[int, float], ...] = ()
     if is_ordered and len(kinds) > 1:
-        moments = _list_backward_moments(facts, kinds, load)
+        # The last pass of all is one of the ending moments, which count its gathers.
+        num_ending = 1 if should_count_gathers(candidate) else 0
+        moments = _list_backward_moments(facts, kinds, load, num_ending)
         if candidate.activation_offload != "none":
             moments = moments[:1]  # of the last layer; of the others few tensors are on the device
             returning = _list_returning_moments(facts, kinds, load)
@@ -326,13 +328,17 @@ def compute_live_activations(
 
 
 def _list_backward_moments(
-    facts: ModelFacts, kinds: Sequence[tuple[LayerKind, LayerActivations]], load: StageLoad
+    facts: ModelFacts,
+    kinds: Sequence[tuple[LayerKind, LayerActivations]],
+    load: StageLoad,
+    num_ending: int,
 ) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward."""
+    """List the moments in which each kind of layer is the first of its kind to run backward.
+    Without the last `num_ending` backward passes."""
     layers, slots = _order_layers(facts, kinds, load)
     moments: dict[int, tuple[float, float]] = {}
     freed = 0.0
-    for slot in reversed(slots):
+    for slot in reversed(slots[num_ending:]):
         layer = layers[slot]
         moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
         freed += layer.saved_bytes
@@ -342,15 +348,14 @@ def _list_backward_moments(
 def should_count_gathers(candidate: Candidate) -> bool:
     """Return True if each of the last backward passes is counted with the groups that are gathered
     then. Otherwise the last one is counted with a group gathered ahead, which it does not have;
-    that is nearer to rehearsals of pipelines, adapters, padded rows of experts, and offloading
-    without experts of other ranks."""
+    that is nearer to rehearsals of pipelines, padded rows of experts, and offloading without
+    experts of other ranks."""
     layout = candidate.layout
     is_offloaded = candidate.parameter_offload != "none" or candidate.activation_offload != "none"
     return (
         candidate.engine.has_ordered_frees
         and layout.zero_stage == 3
         and layout.pp == 1
-        and candidate.adapter is None
         and not (candidate.has_padding if layout.ep > 1 else is_offloaded)
     )
 

@@ -22,6 +22,8 @@ SEPARATE_ADAPTER_PASSES = AdapterPasses(1, 6, 5, 4, 4, 6)
 """Separate operations. Forward: the input is read; the second matmul's result is written, scaled,
 and added to the matrix's output. Backward: the scaled gradient is written and read by two
 matmuls, the input is read by a third, and its gradient is written and added."""
+OWN_ADAPTER_PASSES = AdapterPasses(1, 4, 5, 2, 4, 6)
+"""The same in this engine, which scales the narrow result between both matmuls."""
 
 
 class ElementwisePasses(NamedTuple):
