@@ -27,7 +27,7 @@ from benchmarks.planner_fit import PULL
 from benchmarks.planner_picks import MIN_JOB_ROWS
 from benchmarks.planner_rows import NOISY_SOURCE, Row, load_rows
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.published.predictions import predict_published_run
 from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.planner.search.result import EQUAL_STEP_SHARE, measure_complexity
 
@@ -58,7 +58,7 @@ def time_rows(rows: Iterable[Row], tables: Mapping[str, EfficiencyTable]) -> lis
         if not row.tokens_per_second:
             continue
         run = row.case
-        prediction = predict_run(run, tables[run.id])
+        prediction = predict_published_run(run, tables[run.id])
         candidate = prediction.candidate
         job = (
             run.source,

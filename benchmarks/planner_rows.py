@@ -16,7 +16,10 @@ from shardwright.planner.published.measurements import (
     read_published_run,
     read_rows,
 )
-from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
+from shardwright.planner.published.predictions import (
+    compute_reported_memory_bytes,
+    predict_published_run,
+)
 from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.units import GIB_BYTES
 
@@ -108,7 +111,7 @@ def load_rows(folder: Path) -> list[Row]:
 
 def compute_errors(row: Row, efficiencies: EfficiencyTable) -> Errors:
     """Compute one row's errors with these efficiencies."""
-    prediction = predict_run(row.case, efficiencies)
+    prediction = predict_published_run(row.case, efficiencies)
     predicted_gib = (
         compute_reported_memory_bytes(row.case, prediction, efficiencies) / GIB_BYTES
         if row.memory_gib

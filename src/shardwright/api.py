@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardwright.inference.model_source import ModelSource
     from shardwright.model.hf.hf_folder import ExportedFolder
     from shardwright.planner.planning_result import PlanningResult
-    from shardwright.planner.step_profile import StepProfile
     from shardwright.rehearsal.rank_rehearsal import RankRehearsal
     from shardwright.rehearsal.rehearsal import Rehearsal
     from shardwright.report.recorded_run import Run
@@ -45,7 +44,7 @@ def plan(
     is_quantised: bool = False,
     gpu_counts: tuple[int, ...] = (),
     should_explain: bool = False,
-    step_profile: StepProfile | None = None,
+    should_use_measured_steps: bool = True,
     should_read_data: bool = False,
     expert_load_run: str | Path | None = None,
 ) -> PlanningResult:
@@ -62,8 +61,8 @@ def plan(
         lora_rank: train adapters of this rank; with `is_quantised` over NF4 weights (QLoRA).
         gpu_counts: numbers of devices whose throughput is predicted too.
         should_explain: add sentences that explain the choice.
-        step_profile: step times that `tune` measured, to correct the predictions
-            (`planner.step_profile`).
+        should_use_measured_steps: correct the predictions by the step times that `tune` measured
+            on the same hardware, if there are any.
         should_read_data: predict times with the row lengths and documents of the recipe's data,
             which is prepared unless it is in the cache. Measured step times are then not used.
         expert_load_run: folder of an earlier run of a sparse model, whose logged loads of experts
@@ -71,29 +70,34 @@ def plan(
 
     Raises:
         InputError: unknown devices, link or precision, an unsupported model, data that cannot be
-            prepared (with `should_read_data`), or a run without loads of this model's experts.
+            prepared (with `should_read_data`), a run without loads of this model's experts, or a
+            damaged file of measured step times.
     """
     from shardwright.planner.cluster_choice import choose_cluster
-    from shardwright.planner.expert_loads import read_expert_loads
+    from shardwright.planner.expert_loads import read_logged_loads
     from shardwright.planner.planning_result import plan_recipe
     from shardwright.planner.problem import (
         build_low_rank_adapter,
         parse_precision,
         read_planning_shape,
     )
+    from shardwright.planner.step_profile import read_step_profile
 
     loaded = load_recipe(recipe)
     target = choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile)
     expert_loads = (
         None
         if expert_load_run is None
-        else read_expert_loads(expert_load_run, loaded, read_planning_shape(loaded))
+        else read_logged_loads(expert_load_run, loaded, read_planning_shape(loaded))
     )
     rows = None
     if should_read_data:
         from shardwright.training.checks.row_lengths import prepare_training_rows
 
         rows = prepare_training_rows(loaded, target.num_gpus)
+    step_profile = None
+    if should_use_measured_steps and not should_read_data and expert_loads is None:
+        step_profile = read_step_profile(target)
     return plan_recipe(
         loaded,
         target,
@@ -102,7 +106,7 @@ def plan(
         adapter=build_low_rank_adapter(lora_rank, is_quantised=is_quantised),
         gpu_counts=gpu_counts,
         should_explain=should_explain,
-        step_profile=None if should_read_data or expert_loads is not None else step_profile,
+        step_profile=step_profile,
         rows=rows,
         expert_loads=expert_loads,
     )

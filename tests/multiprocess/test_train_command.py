@@ -393,8 +393,8 @@ def test_layout_auto_offloads_if_no_layout_fits(recipe_folder: Path, tmp_path: P
     save_profile(profile, tmp_path / "profile.json")
     offloaded = Recipe.model_validate(document | {"offload": {"activations": "disk"}})
     assert offloaded.cluster is not None
-    _, planned = choose_layout(offloaded, build_cluster(offloaded.cluster, 2), 2)
-    needed = int(1.001 * planned.memory.total)
+    planned = choose_layout(offloaded, build_cluster(offloaded.cluster, 2), 2)
+    needed = int(1.001 * planned.prediction.memory.total)
     save_profile(replace(profile, memory_bytes=needed), tmp_path / "profile.json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
     run = tmp_path / "run"

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ import pytest
 import yaml
 
 from shardwright.config import load_recipe
+from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import ExitCode
+from shardwright.launch.auto_layout import plan_ranks
+from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.tuning.halving import RELEVANT_SHARE
 from shardwright.tuning.measurement import WARMUP_STEPS
 from shardwright.tuning.results_file import RESULTS_FILE_NAME
@@ -176,7 +180,9 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
         pytest.fail(f"left behind: {process}")
 
 
-def test_a_candidate_without_memory_is_out_and_nothing_is_left(workplace: Workplace) -> None:
+def test_a_candidate_without_memory_is_out_and_nothing_is_left(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("--steps", "3", "--candidates", "3", "--budget", "500s", "--json")
     done = workplace.run(*words)
     assert done.returncode == ExitCode.DONE, done.stderr
@@ -210,12 +216,20 @@ def test_a_candidate_without_memory_is_out_and_nothing_is_left(workplace: Workpl
 
     profile = json.loads(Path(result["measured_steps"]).read_text())
     assert sorted(step["micro_batch_size"] for step in profile["steps"]) == [1, 4]
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", workplace.environment["SHARDWRIGHT_CACHE"])
+    shape, _ = prepare_for_model(source, partial(read_model_shape, section=source.model))
+    words_of_plan = [f"model.config.vocab_size={shape.vocab_size}", "layout={auto: true}"]
+    automatic = load_recipe(workplace.folder / "recipe.yaml", [*words_of_plan, "cluster=2xcpu"])
+    planned = plan_ranks(automatic, 2)
+    assert planned.correction_summary is not None
+    assert planned.correction_summary.startswith("corrected by 2 step times of this recipe that")
 
     again = workplace.run(*words, "--resume")
     assert again.returncode == ExitCode.DONE, again.stderr
     resumed = json.loads(again.stdout)
     assert resumed["num_trials"] == 0
     assert resumed["winner"] == result["winner"]
+    assert json.loads(Path(resumed["measured_steps"]).read_text()) == profile
     changed = workplace.run(*words, "--resume", "--set", "seed=5")
     assert changed.returncode == ExitCode.WRONG_INPUT
     assert "another search: they differ in recipe" in changed.stderr

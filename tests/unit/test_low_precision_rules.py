@@ -241,7 +241,7 @@ def test_an_automatic_layout_keeps_the_scales() -> None:
         training=batch,
         layout={"auto": True},
     )
-    chosen, _ = choose_layout(recipe, parse_cluster("8xH100-80GB"), 4)
+    chosen = choose_layout(recipe, parse_cluster("8xH100-80GB"), 4).recipe
     layout, _ = resolve_degrees(chosen, 4)
     assert layout.data_ranks * layout.cp == 1
     assert layout.world_size == 4

@@ -11,12 +11,13 @@ from shardwright.architecture.model_shape import ModelShape
 from shardwright.errors import RecipeError
 
 
-def match_frozen(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
-    """Return the names that match any of the patterns; raise if a pattern matches none.
+def match_frozen(patterns: Sequence[str], shape: ModelShape) -> frozenset[str]:
+    """Return the names of the model's parameters that match any of the patterns.
 
-    >>> sorted(match_frozen(("*.bias",), ["a.weight", "a.bias"]))
-    ['a.bias']
+    Raises:
+        RecipeError: a pattern matches no parameter, or they match all.
     """
+    names = [spec.name for spec in shape.list_parameters()]
     frozen: set[str] = set()
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)

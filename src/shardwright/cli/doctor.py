@@ -249,7 +249,7 @@ def _print_diagnosis(
             f"{len(profile.matmuls)} products, {len(profile.attention)} attention lengths and "
             f"{len(profile.collectives)} collectives"
         )
-        console.print(f"Measured {counts}. To plan with them:")
+        console.print(f"Measured {counts}. To plan with them (in a recipe: cluster.profile):")
         console.print(
             f"  shardwright plan RECIPE --cluster ... --profile {calibrate}", soft_wrap=True
         )

@@ -27,6 +27,9 @@ JsonOutput = Annotated[
         help="Print one JSON object on standard output; all other output goes to standard error.",
     ),
 ]
+ProfilePath = Annotated[
+    Path | None, typer.Option("--profile", help="File with rates measured by doctor --calibrate.")
+]
 ModelPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run folder, or Hugging Face folder with config.json.")
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.options import JsonOutput, Overrides, ProfilePath, RecipePath
 from shardwright.cli.output.json_output import print_json
 from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
 from shardwright.config import load_recipe
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from shardwright.hardware import Cluster
     from shardwright.planner.planning_result import PlanningResult
     from shardwright.planner.prediction import Prediction
-    from shardwright.planner.step_profile import StepProfile
 
 _MAX_DIGITS = 18
 """Digits of a GPU count; int() refuses more than 4,300."""
@@ -43,9 +42,6 @@ LinkName = Annotated[
         "--link",
         help="Link between nodes: ib400, eth100, ... Default: the usual link for the device.",
     ),
-]
-ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="File with rates measured by doctor --calibrate.")
 ]
 TopOption = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
 GpuCounts = Annotated[
@@ -153,10 +149,8 @@ def plan_command(
     from shardwright import api
     from shardwright.planner.cluster_choice import choose_cluster
     from shardwright.planner.peer_copy_costs import predict_recipe_copies
-    from shardwright.planner.step_profile import find_profile_path, load_step_profile
 
     target = choose_cluster(loaded_recipe, cluster, num_nodes=nodes, link=link, profile=profile)
-    step_profile = load_step_profile(find_profile_path(target)) if measured_steps else None
     result = api.plan(
         loaded_recipe,
         target,
@@ -166,11 +160,11 @@ def plan_command(
         is_quantised=quantised,
         gpu_counts=_parse_gpu_counts(gpus),
         should_explain=why,
-        step_profile=step_profile,
+        should_use_measured_steps=measured_steps,
         should_read_data=data,
         expert_load_run=expert_load,
     )
-    corrections = _list_corrections(result, step_profile, target)
+    corrections = _list_corrections(result, target)
     if json_output or (emit is not None and out is None):
         sys.stderr.writelines(f"{line}\n" for line in corrections)
     seconds = time.perf_counter() - started
@@ -206,14 +200,13 @@ def plan_command(
         raise _build_no_layout_error(result, target)
 
 
-def _list_corrections(
-    result: PlanningResult, profile: StepProfile | None, cluster: Cluster
-) -> list[str]:
+def _list_corrections(result: PlanningResult, cluster: Cluster) -> list[str]:
     """List the sentences about data and measurements that changed the predictions, or should."""
+    correction = result.correction_summary
     lines = (
         _describe_guess(cluster),
         cluster.core_shortage and f"warning: {cluster.core_shortage}",
-        describe_correction(result, profile),
+        correction and f"{correction}; --no-measured-steps plans without them",
         result.row_summary,
         *(split.describe() for split in result.context_splits),
         result.expert_summary,
@@ -244,18 +237,6 @@ def _build_no_layout_error(result: PlanningResult, cluster: Cluster) -> LayoutEr
         field="--cluster",
         got=f"{cluster.num_gpus} GPUs of {memory_gib:.0f} GiB",
         remedy=result.remedy,
-    )
-
-
-def describe_correction(result: PlanningResult, profile: StepProfile | None) -> str | None:
-    """Describe in one line which measured step times correct a plan; None if none do."""
-    if profile is None or result.num_measured_steps is None:
-        return None
-    count = result.num_measured_steps
-    source = f"{count} step times of this recipe" if count else "step times of other recipes"
-    return (
-        f"corrected by {source} that `tune` measured on this hardware ({profile.path}); "
-        "--no-measured-steps plans without them"
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.options import JsonOutput, Overrides, RecipePath
+from shardwright.cli.options import JsonOutput, Overrides, ProfilePath, RecipePath
 from shardwright.cli.output.json_output import print_json
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, Preempted
@@ -35,9 +35,6 @@ NumRanks = Annotated[
         min=1,
         help="Number of ranks to start on this machine; default one per device of the cluster.",
     ),
-]
-ProfilePath = Annotated[
-    Path | None, typer.Option("--profile", help="File with rates measured by doctor --calibrate.")
 ]
 Budget = Annotated[
     str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from shardwright.config import Recipe
     from shardwright.plans import PrecisionChoice
     from shardwright.verification.verification import CellResult, VerificationReport
 
+
+_DEFAULT_NUM_PROCESSES = 4
+_DEFAULT_MAX_RANKS = 16
 
 OptionalRecipePath = Annotated[
     Path | None, typer.Argument(metavar="RECIPE", help="YAML recipe; not with --all.")
@@ -88,14 +93,14 @@ def verify_command(
     recipe: OptionalRecipePath = None,
     layouts: Layouts = None,
     overrides: Overrides = None,
-    nproc: MaxProcessesOption = 4,
+    nproc: MaxProcessesOption = _DEFAULT_NUM_PROCESSES,
     dtype: Dtypes = None,
     num_layers: NumLayers = None,
     hidden_size: HiddenSize = None,
     sequence_length: SequenceLength = None,
     full: FullOption = False,
     should_verify_all: AllOption = False,
-    max_ranks: MaxRanksOption = 16,
+    max_ranks: MaxRanksOption = _DEFAULT_MAX_RANKS,
     json_output: JsonOutput = False,
 ) -> None:
     """Compare each layout's loss, raw gradients, gradient norm and updated weights with
@@ -105,8 +110,28 @@ def verify_command(
     Exit code 1 if any of them differs.
     """
     if should_verify_all:
-        _verify_all(recipe, max_ranks, json_output)
+        _refuse_options(
+            {
+                "RECIPE": recipe,
+                "--layout": layouts,
+                "--set": overrides,
+                "--nproc": None if nproc == _DEFAULT_NUM_PROCESSES else nproc,
+                "--dtype": dtype,
+                "--num-layers": num_layers,
+                "--hidden-size": hidden_size,
+                "--sequence-length": sequence_length,
+                "--full": full,
+            },
+            "has no effect with --all, which verifies built-in models in cases of its own",
+            "Remove it, or remove --all",
+        )
+        _verify_all(max_ranks, json_output)
         return
+    _refuse_options(
+        {"--max-ranks": None if max_ranks == _DEFAULT_MAX_RANKS else max_ranks},
+        "applies to --all only",
+        "Use --nproc, or add --all",
+    )
     if recipe is None:
         raise InputError(
             "missing recipe",
@@ -122,16 +147,6 @@ def verify_command(
     dtypes = choose_dtypes(dtype or ())
     console = open_console(stderr=json_output)
 
-    def print_settings(choice: PrecisionChoice | None) -> None:
-        if choice is not None:
-            console.print(
-                f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless"
-            )
-        if "host" in (loaded_recipe.offload.parameters, loaded_recipe.offload.activations):
-            console.print(
-                "offload: nothing moves to host on a CPU: weights and activations go to disk here"
-            )
-
     with console.status("starting ranks") as status:
         report = api.verify(
             loaded_recipe,
@@ -142,7 +157,7 @@ def verify_command(
             hidden_size=hidden_size,
             sequence_length=sequence_length,
             is_full=full,
-            on_start=print_settings,
+            on_start=lambda choice: _print_settings(choice, loaded_recipe, dtypes, console),
             on_result=lambda cell: status.update(
                 f"verified {cell.layout} in {cell.dtype}: {cell.case}"
             ),
@@ -152,26 +167,42 @@ def verify_command(
         print_json(report.as_dict())
     if not report.passed:
         failed = sum(not cell.passed for cell in report.cells)
-        fail_check(
-            f"{failed} of {len(report.cells)} cells differ from one process",
-            json_output=json_output,
+        _fail(failed, len(report.cells), json_output=json_output)
+
+
+def _fail(num_failed: int, num_cells: int, *, json_output: bool) -> None:
+    message = f"{num_failed} of {num_cells} cells differ from one process"
+    fail_check(message, json_output=json_output)
+
+
+def _print_settings(
+    choice: PrecisionChoice | None, recipe: Recipe, dtypes: Sequence[str], console: Console
+) -> None:
+    """Print how the verification differs from a run of the recipe."""
+    if choice is not None:
+        console.print(
+            f"precision {choice}; gradients are compared in {' and '.join(dtypes)} nevertheless"
+        )
+    if "host" in (recipe.offload.parameters, recipe.offload.activations):
+        console.print(
+            "offload: nothing moves to host on a CPU: weights and activations go to disk here"
         )
 
 
-def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
+def _refuse_options(options: Mapping[str, object], problem: str, remedy: str) -> None:
+    """Raise an InputError for the first option that is set."""
+    for name, value in options.items():
+        if value:
+            raise InputError(problem, field=name, got=str(value), remedy=remedy)
+
+
+def _verify_all(max_ranks: int, json_output: bool) -> None:
     """Verify every cell of the grid; print each as a row when it is done."""
     from shardwright.cli.output.console import open_console
     from shardwright.verification.grid import list_cells
     from shardwright.verification.rank_pool import RankPool
     from shardwright.verification.verification import GridCellResult, verify_grid
 
-    if recipe is not None:
-        raise InputError(
-            "--all verifies built-in models and takes no recipe",
-            field="RECIPE",
-            got=str(recipe),
-            remedy="Remove the recipe, or remove --all",
-        )
     console = open_console(stderr=json_output)
 
     def print_row(row: GridCellResult) -> None:
@@ -206,9 +237,7 @@ def _verify_all(recipe: Path | None, max_ranks: int, json_output: bool) -> None:
     if json_output:
         print_json({"passed": not failed, "cells": [row.as_dict() for row in rows]})
     if failed:
-        fail_check(
-            f"{len(failed)} of {len(run)} cells differ from one process", json_output=json_output
-        )
+        _fail(len(failed), len(run), json_output=json_output)
 
 
 def _describe_failures(result: CellResult) -> str:

@@ -8,6 +8,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
 
+SETTINGS_WITH_AUTO = frozenset(
+    {"wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"}
+)
+"""Settings that a recipe may combine with `layout: auto`: the planner does not search them."""
+
 
 class LayoutSection(RecipeSection):
     """Degrees of parallelism. At most one data degree may be omitted: it uses the remaining
@@ -75,17 +80,11 @@ class LayoutSection(RecipeSection):
 
     @model_validator(mode="after")
     def _check_auto(self) -> LayoutSection:
-        allowed = {
-            "auto",
-            "wrap_blocks",
-            "prefetch_depth",
-            "max_gathers_in_flight",
-            "bucket_size_bytes",
-        }
         conflicting = [
             key
             for key in type(self).model_fields
-            if key not in allowed and getattr(self, key) != type(self).model_fields[key].default
+            if key not in {"auto", *SETTINGS_WITH_AUTO}
+            and getattr(self, key) != type(self).model_fields[key].default
         ]
         if self.auto and conflicting:
             raise ValueError(f"`auto` already chooses `{conflicting[0]}`: remove one of the two")

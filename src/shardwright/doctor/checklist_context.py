@@ -12,20 +12,21 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.preparation import is_prepared
 from shardwright.errors import InputError, ShardwrightError
-from shardwright.launch.auto_layout import detect_cluster
-from shardwright.planner.auto_layout import build_cluster, choose_layout
+from shardwright.launch.auto_layout import detect_cluster, plan_ranks
+from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.engine_model import OPTIMIZER_COSTS
 from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.problem import (
     build_plan_candidate,
     build_template,
     get_recipe_facts,
     resolve_compilation_on,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.choice import resolve_recompute
+from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.step_profile import correct_full_rows
 from shardwright.plans import Plan, resolve_plan
 from shardwright.telemetry.event_log import StepEvent, read_events
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
@@ -49,13 +50,7 @@ class ChecklistContext:
         """Recipe with the planner's choice in place of an automatic layout."""
         if not self.original_recipe.layout.auto:
             return self.original_recipe
-        section = self.original_recipe.cluster or detect_cluster(
-            self.original_recipe, self.world_size
-        )
-        chosen, _ = choose_layout(
-            self.original_recipe, build_cluster(section, self.world_size), self.world_size
-        )
-        return chosen.model_copy(update={"cluster": section})
+        return plan_ranks(self.original_recipe, self.world_size).recipe
 
     @cached_property
     def plan(self) -> Plan:
@@ -74,7 +69,8 @@ class ChecklistContext:
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """Planner's prediction; None without a cluster in the recipe or a known GPU here."""
+        """Planner's prediction, corrected by measured step times as in `plan`; None without a
+        cluster in the recipe or a known GPU here."""
         section = self.resolved_recipe.cluster
         if section is None:
             try:
@@ -85,12 +81,10 @@ class ChecklistContext:
         recipe = resolve_compilation_on(self.resolved_recipe, cluster.accelerator)
         plan = resolve_plan(recipe, self.model_shape, self.world_size)
         plan = resolve_recompute(recipe, plan, cluster)
-        predictor = Predictor(
-            get_recipe_facts(recipe, self.model_shape),
-            cluster,
-            load_efficiencies().get_efficiency(cluster.accelerator),
-        )
-        return predict_run(predictor, build_plan_candidate(recipe, plan))
+        predictor = build_predictor(get_recipe_facts(recipe, self.model_shape), cluster)
+        candidate = build_plan_candidate(recipe, plan)
+        problem = PlanningProblem(candidate, self.world_size, plan.batch.global_batch_size)
+        return correct_full_rows(predict_run(predictor, candidate), predictor, problem)
 
     @cached_property
     def step_seconds(self) -> tuple[float, str] | None:

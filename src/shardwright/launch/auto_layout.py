@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +13,6 @@ from shardwright.config import Recipe
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe import RecomputeSection
 from shardwright.errors import InputError, LayoutError, RecipeError
-from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import find_accelerator, parse_cluster
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks
@@ -21,23 +20,23 @@ from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation, find_compiler_obstacle
 from shardwright.placement.compilation import CompileChoice
 from shardwright.planner.auto_layout import (
+    PlannedRecipe,
     build_cluster,
     choose_layout,
     resolve_expert_dispatch,
     set_expert_dispatch,
 )
 from shardwright.planner.memory_settings import apply_memory_settings, resolve_on_empty_devices
-from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.problem import (
     build_plan_candidate,
     choose_precision_on,
     get_recipe_facts,
     resolve_compilation_on,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.choice import resolve_recompute
 from shardwright.planner.scaling import resize_cluster
+from shardwright.planner.step_profile import read_step_profile
 from shardwright.plans import Plan, PrecisionChoice
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -48,11 +47,14 @@ def resolve_auto_layout(recipe: Recipe, world_size: int) -> Recipe:
     """Return the recipe with `layout: auto` replaced by the layout that the planner chooses.
 
     The planner plans for the recipe's cluster, or for this machine's devices if it names none.
-    A recipe with explicit degrees is returned unchanged. The choice depends only on the recipe,
-    the number of ranks and the kind of device, so every rank makes the same one.
+    A recipe with explicit degrees is returned unchanged. The choice depends on the recipe, the
+    number of ranks, the kind of device, and the step times that `tune` measured on this machine.
+    Ranks that a launcher has started choose by themselves and then compare their choices
+    (`training.checks.auto_choice.check_equal_layouts`).
 
     Raises:
-        InputError: No cluster is named and the catalogue does not know this machine's GPU.
+        InputError: No cluster is named and the catalogue does not know this machine's GPU, or the
+            file of measured step times is damaged.
         LayoutError: No layout fits, or no cluster is named and this machine has no GPU.
     """
     if not recipe.layout.auto:
@@ -67,37 +69,33 @@ def resolve_auto_layout(recipe: Recipe, world_size: int) -> Recipe:
     return planned.recipe
 
 
-@dataclass(frozen=True)
-class PlannedRecipe:
-    """Recipe with the layout that the planner chose for its cluster."""
-
-    recipe: Recipe
-    cluster: Cluster
-    prediction: Prediction
-
-
 def plan_ranks(recipe: Recipe, world_size: int) -> PlannedRecipe:
     """Choose the layout of a recipe with `layout: auto` for a number of ranks.
+
+    Step times that `tune` measured on the same cluster correct the choice, as in `plan`.
 
     Raises:
         InputError, LayoutError: As `resolve_auto_layout`.
     """
     section = recipe.cluster or detect_cluster(recipe, world_size)
     cluster = build_cluster(section, world_size)
-    chosen, prediction = choose_layout(recipe, cluster, world_size)
-    return PlannedRecipe(chosen.model_copy(update={"cluster": section}), cluster, prediction)
+    planned = choose_layout(recipe, cluster, world_size, read_step_profile(cluster))
+    return replace(planned, recipe=planned.recipe.model_copy(update={"cluster": section}))
 
 
 def describe_choice(planned: PlannedRecipe) -> str:
     """Describe the planner's choice and its prediction in one line."""
     prediction = planned.prediction
     candidate = prediction.candidate
+    source = "measured" if prediction.is_measured else "predicted"
+    correction = planned.correction_summary
     return (
         f"layout auto on {planned.cluster.name}: {candidate.describe()}, micro batch "
         f"{candidate.micro_batch_size} x {candidate.gradient_accumulation_steps}, "
-        f"recompute {candidate.recompute}; predicted {format_seconds(prediction.time.step)} per "
+        f"recompute {candidate.recompute}; {source} {format_seconds(prediction.time.step)} per "
         f"step, {format_count(prediction.tokens_per_second)} tokens/s, "
         f"{format_bytes(prediction.memory.total)} per device"
+        + ("" if correction is None else f"; {correction}")
     )
 
 
@@ -216,11 +214,7 @@ def take_planned_memory(recipe: Recipe, plan: Plan) -> tuple[Recipe, Plan, tuple
         compile=bool(model.compile),
         has_fused_functions=model.fused_pointwise == "compiled",
     )
-    predictor = Predictor(
-        get_recipe_facts(recipe, plan.shape.base_shape),
-        cluster,
-        load_efficiencies().get_efficiency(cluster.accelerator),
-    )
+    predictor = build_predictor(get_recipe_facts(recipe, plan.shape.base_shape), cluster)
     resolved, lines = resolve_on_empty_devices(predictor, candidate)
     return *apply_memory_settings(recipe, plan, candidate, resolved), lines
 

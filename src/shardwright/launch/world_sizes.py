@@ -119,7 +119,7 @@ class WorldSizes:
             plans[count] = planned
         if not plans:
             return None
-        best = min(plans, key=lambda count: plans[count].prediction.time.step)
+        best = min(plans, key=lambda count: plans[count].uncorrected_seconds)
         logger.info("%s", describe_choice(plans[best]))
         self._planned[best] = plans[best].recipe
         return best

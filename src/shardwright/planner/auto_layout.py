@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
-from shardwright.config.layout import ClusterSection, LayoutSection
+from shardwright.architecture import ModelShape
+from shardwright.config.layout import SETTINGS_WITH_AUTO, ClusterSection, LayoutSection
 from shardwright.config.offload import OffloadSection, OffloadTier
 from shardwright.config.recipe import Recipe
 from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
-from shardwright.hardware.catalog_loading import parse_cluster
-from shardwright.hardware.host_cpu import guess_host
-from shardwright.hardware.measured_profile import load_profile
 from shardwright.layout.degrees import ExpertDispatch
 from shardwright.planner.candidate import OPTIMIZER_OFFLOADS, Candidate
+from shardwright.planner.cluster_choice import load_cluster
 from shardwright.planner.memory_settings import search_run_layouts
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import Predictor, build_predictor
 from shardwright.planner.problem import (
     build_plan_candidate,
     build_problem,
@@ -29,9 +29,9 @@ from shardwright.planner.problem import (
     resolve_compilation_on,
     restrict_to_runnable,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search.space import PlanningProblem
+from shardwright.planner.step_profile import StepProfile, build_correction
 from shardwright.plans import Plan, resolve_precision
 from shardwright.units import format_bytes, format_seconds
 
@@ -43,29 +43,76 @@ def build_cluster(section: ClusterSection, world_size: int) -> Cluster:
         InputError: unknown devices or links, or a number of ranks that is not a multiple of a
             node's devices.
     """
-    profile = None if section.profile is None else load_profile(section.profile)
-    cluster = parse_cluster(section.node, link=section.link, profile=profile)
-    return resize_cluster(guess_host(cluster, section.node), world_size)
+    cluster = load_cluster(section.node, link=section.link, profile=section.profile)
+    return resize_cluster(cluster, world_size)
 
 
-def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Recipe, Prediction]:
-    """Return the recipe with layout, micro-batch, accumulation and recomputation chosen.
+@dataclass(frozen=True)
+class PlannedRecipe:
+    """Recipe with the layout that the planner chose for a cluster."""
+
+    recipe: Recipe
+    cluster: Cluster
+    prediction: Prediction
+    """Corrected by measured step times, if there are any."""
+    uncorrected_seconds: float
+    """Predicted step time without that correction, which compares numbers of ranks: `tune` may
+    have measured only some of them."""
+    correction_summary: str | None = None
+    """Description of the measured step times that correct the choice. None: none do."""
+
+
+def choose_layout(
+    recipe: Recipe, cluster: Cluster, world_size: int, step_profile: StepProfile | None = None
+) -> PlannedRecipe:
+    """Choose layout, micro-batch, accumulation and recomputation of a recipe.
 
     Values that the recipe sets are kept.
+
+    Args:
+        step_profile: step times that `tune` measured on this cluster, which correct the choice as
+            they correct `plan_recipe`.
 
     Raises:
         LayoutError: no layout that `train` can run fits.
     """
     shape = read_planning_shape(recipe)
-    training = recipe.training
-    facts = get_recipe_facts(recipe, shape)
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-
     resolved = resolve_precision(recipe, choose_precision_on(cluster.accelerator))
     resolved = resolve_compilation_on(resolved, cluster.accelerator)
-    problem = restrict_to_runnable(
-        build_problem(recipe, build_template(resolved), world_size), shape
+    problem = _build_run_problem(recipe, build_template(resolved), world_size, shape)
+    predictor = build_predictor(get_recipe_facts(recipe, shape), cluster)
+    correction = build_correction(step_profile, predictor, problem)
+    result = search_run_layouts(predictor, problem)
+    chosen = result.chosen
+    if correction is not None:
+        _, chosen = correction.correct_search(result, partial(_keeps_settings, recipe, problem))
+    if chosen is None and "offload" not in recipe.model_fields_set:
+        chosen = _choose_with_offload(predictor, problem)
+        if chosen is not None and correction is not None:
+            chosen = correction.apply(chosen)
+    if chosen is None:
+        raise _build_no_layout_error(predictor, problem)
+    resolved = apply_compilation(recipe, chosen.candidate, problem.template)
+    resolved = apply_candidate(resolved, chosen.candidate)
+    if recipe.recompute_kind is None:
+        # The layout fits with some kind; what its layers keep is chosen for the layout.
+        resolved = resolved.model_copy(update={"recompute": recipe.recompute})
+    return PlannedRecipe(
+        resolved,
+        cluster,
+        chosen,
+        predictor.predict(chosen.candidate).time.step,
+        None if correction is None else correction.describe(),
     )
+
+
+def _build_run_problem(
+    recipe: Recipe, template: Candidate, world_size: int, shape: ModelShape
+) -> PlanningProblem:
+    """Build the problem of the layouts that `train` can run, with the values that the recipe
+    sets."""
+    training = recipe.training
+    problem = restrict_to_runnable(build_problem(recipe, template, world_size), shape)
     if training.global_batch_size is not None:
         problem = replace(
             problem,
@@ -78,28 +125,43 @@ def choose_layout(recipe: Recipe, cluster: Cluster, world_size: int) -> tuple[Re
         )
     if "recompute" in recipe.model_fields_set and recipe.recompute_kind is not None:
         problem = replace(problem, recompute_kinds=(recipe.recompute_kind,))
-    predictor = Predictor(facts, cluster, efficiency)
-    result = search_run_layouts(predictor, problem)
-    chosen = result.chosen
-    if chosen is None and "offload" not in recipe.model_fields_set:
-        chosen = _choose_with_offload(predictor, problem)
-    if chosen is None:
-        larger = find_min_gpus(facts, cluster, efficiency, problem)
-        remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
-        if larger is not None:
-            remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
-        capacity = format_bytes(cluster.accelerator.memory_bytes)
-        raise LayoutError(
-            f"no layout that the recipe allows fits on {world_size} devices of {capacity}",
-            field="layout",
-            got="auto",
-            remedy=remedy,
+    return problem
+
+
+def _keeps_settings(recipe: Recipe, problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Return True if measured settings have the values that the recipe sets, and `train` can run
+    them. `tune` changes more settings than the search does."""
+    template = problem.template
+    sizes = problem.micro_batch_sizes
+    steps = problem.accumulation_steps
+    # Peers keep no copies of offloaded states.
+    is_offload_open = "offload" not in recipe.model_fields_set and not recipe.elastic.peer_copies
+    return (
+        (sizes is None or candidate.micro_batch_size in sizes)
+        and (steps is None or candidate.gradient_accumulation_steps in steps)
+        and candidate.recompute in problem.recompute_kinds
+        and (recipe.model.compile == "auto" or candidate.compile == template.compile)
+        and (is_offload_open or candidate.offload == template.offload)
+        and all(
+            getattr(candidate.layout, name) == getattr(template.layout, name)
+            for name in SETTINGS_WITH_AUTO & recipe.layout.model_fields_set
         )
-    resolved = apply_candidate(recipe, chosen.candidate)
-    if recipe.recompute_kind is None:
-        # The layout fits with some kind; what its layers keep is chosen for the layout.
-        resolved = resolved.model_copy(update={"recompute": recipe.recompute})
-    return resolved, chosen
+        and (problem.is_allowed is None or problem.is_allowed(candidate))
+    )
+
+
+def _build_no_layout_error(predictor: Predictor, problem: PlanningProblem) -> LayoutError:
+    larger = find_min_gpus(predictor, problem)
+    remedy = "Shorten the sequence, unset recompute and micro_batch_size, or run `plan`"
+    if larger is not None:
+        remedy = f"Use {larger.num_gpus} devices: {larger.candidate.describe()}"
+    capacity = format_bytes(predictor.cluster.accelerator.memory_bytes)
+    return LayoutError(
+        f"no layout that the recipe allows fits on {problem.num_gpus} devices of {capacity}",
+        field="layout",
+        got="auto",
+        remedy=remedy,
+    )
 
 
 def choose_expert_dispatch(predictor: Predictor, candidate: Candidate) -> tuple[Candidate, str]:
@@ -130,9 +192,7 @@ def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Pla
         recipe: its precision must be resolved.
         cluster: devices, with at least as many as the plan has ranks.
     """
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    facts = get_recipe_facts(recipe, plan.shape.base_shape)
-    predictor = Predictor(facts, cluster, efficiency)
+    predictor = build_predictor(get_recipe_facts(recipe, plan.shape.base_shape), cluster)
     candidate = build_plan_candidate(recipe, plan)
     chosen, reason = choose_expert_dispatch(predictor, candidate)
     return set_expert_dispatch(plan, chosen.layout.expert_dispatch, reason)
@@ -177,6 +237,15 @@ def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Pred
             if found:
                 return min(found, key=lambda prediction: prediction.time.step)
     return None
+
+
+def apply_compilation(recipe: Recipe, candidate: Candidate, template: Candidate) -> Recipe:
+    """Return the recipe with the candidate's compilation written into it, if it is not what the
+    recipe's `template` has."""
+    if candidate.compile == template.compile:
+        return recipe
+    model = recipe.model.model_copy(update={"compile": candidate.compile})
+    return recipe.model_copy(update={"model": model})
 
 
 def apply_candidate(recipe: Recipe, candidate: Candidate) -> Recipe:

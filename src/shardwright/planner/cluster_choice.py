@@ -39,6 +39,17 @@ def choose_cluster(
             allowed="the devices of a node, e.g. 8xH100-80GB",
             remedy="Give it, or set `cluster` in the recipe",
         )
+    return load_cluster(cluster, num_nodes=num_nodes, link=link, profile=profile)
+
+
+def load_cluster(
+    node: str, *, num_nodes: int = 1, link: str | None = None, profile: str | Path | None = None
+) -> Cluster:
+    """Build a cluster of nodes such as `8xH100-80GB`, with the rates in the file `profile`, or
+    those guessed for CPU ranks of this machine.
+
+    Raises:
+        InputError: unknown devices or link, or a file without rates.
+    """
     measured = None if profile is None else load_profile(Path(profile))
-    parsed = parse_cluster(cluster, num_nodes=num_nodes, link=link, profile=measured)
-    return guess_host(parsed, cluster)
+    return guess_host(parse_cluster(node, num_nodes=num_nodes, link=link, profile=measured), node)

@@ -39,14 +39,14 @@ def has_uneven_contexts(facts: ModelFacts, candidate: Candidate) -> bool:
     return candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "ulysses"
 
 
-def count_visible_keys(documents: Sequence[int], window: int | None, num_chunks: int) -> list[int]:
+def count_chunk_keys(documents: Sequence[int], window: int | None, num_chunks: int) -> list[int]:
     """Count the keys that the queries of each chunk of a packed row see, in one layer.
 
     Args:
         documents: lengths; `num_chunks` divides their sum.
         window: tokens that a token sees, itself included; None for all of its document.
 
-    >>> count_visible_keys([3, 1], None, 2), count_visible_keys([4], 2, 2)
+    >>> count_chunk_keys([3, 1], None, 2), count_chunk_keys([4], 2, 2)
     ([3, 4], [3, 4])
     """
     firsts = list(accumulate(documents, initial=0))
@@ -113,5 +113,5 @@ def compute_mean_load(works: Sequence[ContextWork]) -> float:
 
 def _sum_rows(documents: DocumentLengths, window: int | None, num_chunks: int) -> list[int]:
     """Sum the visible keys of each chunk over the rows."""
-    by_row = (count_visible_keys(row, window, num_chunks) for row in documents)
+    by_row = (count_chunk_keys(row, window, num_chunks) for row in documents)
     return [sum(keys) for keys in zip(*by_row, strict=True)]

@@ -79,7 +79,7 @@ def compute_rank_loads(
     )
 
 
-def read_expert_loads(
+def read_logged_loads(
     run: str | os.PathLike[str], recipe: Recipe, shape: ModelShape
 ) -> ExpertRankLoads:
     """Read the loads that a run logged.

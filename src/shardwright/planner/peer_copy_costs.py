@@ -94,11 +94,10 @@ def count_copy_bytes(
 
 def list_trained_names(shape: ModelShape, freeze: Sequence[str]) -> list[str]:
     """List the parameters that no pattern of `model.freeze` freezes; with adapters only those."""
-    specs = shape.list_parameters()
-    frozen = match_frozen(freeze, [spec.name for spec in specs])
+    frozen = match_frozen(freeze, shape)
     return [
         spec.name
-        for spec in specs
+        for spec in shape.list_parameters()
         if (shape.adapters is None or spec.adapter_part is not None) and spec.name not in frozen
     ]
 

@@ -24,7 +24,7 @@ from shardwright.planner.memory_settings import (
 )
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import Predictor, build_predictor
 from shardwright.planner.problem import (
     build_problem,
     build_recipe_candidate,
@@ -35,8 +35,6 @@ from shardwright.planner.problem import (
     read_planning_shape,
     resolve_compilation_on,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
-from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.recompute.choice import check_choosable, choose_recompute
 from shardwright.planner.rejections import (
     Rejection,
@@ -48,7 +46,7 @@ from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
 from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
-from shardwright.planner.step_profile import StepCorrection, StepProfile
+from shardwright.planner.step_profile import StepProfile, build_correction
 from shardwright.planner.training_rows import (
     ContextSplit,
     TrainingRows,
@@ -92,6 +90,8 @@ class PlanningResult:
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
     those of other workloads do. None if nothing was measured on this cluster."""
+    correction_summary: str | None = None
+    """Description of the measured step times that correct the predictions. None: none do."""
     recompute_choice: RecomputeChoice | None = None
     """Results that each layer keeps under the recipe's layout, or the chosen one; None if the
     recipe names a kind of recomputation."""
@@ -174,9 +174,7 @@ def plan_recipe(
     template = replace(
         build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
     )
-    facts = _get_facts(recipe, template)
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    predictor = Predictor(facts, cluster, efficiency)
+    predictor = build_predictor(_get_facts(recipe, template), cluster)
     # Raise for an unsupported precision before the search starts.
     predictor.get_rates(template.precision)
     problem = build_problem(recipe, template, cluster.num_gpus)
@@ -194,16 +192,14 @@ def plan_recipe(
         lean = reset_memory_settings(chosen.candidate, template)  # the choice comes first in a run
         _, choice_of_results, conflict = _choose_results(recipe, predictor, lean)
     own = None if candidate is None or conflict else predict_run(predictor, candidate)
-    correction = None if step_profile is None else StepCorrection(step_profile, predictor, problem)
+    correction = build_correction(step_profile, predictor, problem)
     num_proven = result.num_proven if rows is None else 0  # the proof is about full rows
     splits: tuple[ContextSplit, ...] = ()
     if rows is not None:
         predictions, chosen = order_by_rows(predictor, result, rows)
         own = None if own is None else predict_rows(predictor, own.candidate, rows)
         splits = _compare_splits(predictor, rows, [own, chosen], predictions[:num_layouts])
-    num_measured_steps = None
-    if correction is not None and not correction.is_empty:
-        num_measured_steps = correction.num_steps
+    if correction is not None:
         predictions, chosen = correction.correct_search(result)
         num_proven = 0  # the proof is about predictions without correction
         own = None if own is None else correction.apply(own)
@@ -212,13 +208,14 @@ def plan_recipe(
         chosen=chosen,
         recipe_prediction=own,
         rejections=tuple(find_rejections(predictor, problem)),
-        scale_points=tuple(scale_devices(facts, cluster, efficiency, problem, gpu_counts)),
+        scale_points=tuple(scale_devices(predictor, problem, gpu_counts)),
         explanation=tuple(explain(predictor, problem, result)) if should_explain else (),
         effort=SearchEffort(num_proven, result.num_predicted, result.num_too_large),
         uncertainty=predictor.uncertainty,
-        remedy=None if chosen else _find_remedy(facts, cluster, efficiency, predictor, problem),
+        remedy=None if chosen else _find_remedy(predictor, problem),
         precision_reason=None if choice is None else choice.reason,
-        num_measured_steps=num_measured_steps,
+        num_measured_steps=None if correction is None else correction.num_steps,
+        correction_summary=None if correction is None else correction.describe(),
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         omissions=tuple(_list_omissions(recipe, template)),
         recipe_conflict=conflict,
@@ -287,25 +284,19 @@ def _list_omissions(recipe: Recipe, template: Candidate) -> Iterator[str]:
         )
 
 
-def _find_remedy(
-    facts: ModelFacts,
-    cluster: Cluster,
-    efficiency: Efficiency,
-    predictor: Predictor,
-    problem: PlanningProblem,
-) -> str:
+def _find_remedy(predictor: Predictor, problem: PlanningProblem) -> str:
     """Describe the smallest change, or the number of devices, that makes a layout fit."""
     remedies: list[str] = []
     num_gpus = problem.num_gpus
-    if not _has_valid_degrees(facts, cluster, problem, num_gpus):
-        counts = _find_nearest_counts(facts, cluster, problem)
+    if not _has_valid_degrees(predictor, problem, num_gpus):
+        counts = _find_nearest_counts(predictor, problem)
         total = problem.global_batch_size
         batch = "one batch per rank" if total is None else f"a batch of {total} sequences"
         reason = f"No degrees dividing heads, widths, layers and {batch} multiply to {num_gpus:,}"
         alternatives = " or ".join(f"{count:,}" for count in counts)
         remedy = f"{alternatives} GPUs would work" if counts else "Change the global batch"
         return f"{reason}; {remedy}"
-    for degree in (d for d in list_divisors(num_gpus) if d <= cluster.domain_size):
+    for degree in (d for d in list_divisors(num_gpus) if d <= predictor.cluster.domain_size):
         layout = replace(
             problem.template.layout,
             tp=degree,
@@ -329,7 +320,7 @@ def _find_remedy(
                 layout_name = candidate.describe()
                 remedies.append(f"{layout_name} with full recomputation would fit with {change}")
                 break
-    larger = find_min_gpus(facts, cluster, efficiency, problem)
+    larger = find_min_gpus(predictor, problem)
     if larger is not None:
         size = format_bytes(larger.memory.total)
         enough = f"{larger.num_gpus} of these GPUs would be enough"
@@ -337,24 +328,19 @@ def _find_remedy(
     return "; ".join(remedies) or "Use a shorter sequence_length, a smaller model or larger GPUs"
 
 
-def _has_valid_degrees(
-    facts: ModelFacts, cluster: Cluster, problem: PlanningProblem, num_gpus: int
-) -> bool:
+def _has_valid_degrees(predictor: Predictor, problem: PlanningProblem, num_gpus: int) -> bool:
     """Return True if some degrees multiply to `num_gpus`, whatever their memory."""
-    return any(
-        SearchSpace(facts, replace(problem, num_gpus=num_gpus), cluster.domain_size).list_degrees()
-    )
+    resized = replace(problem, num_gpus=num_gpus)
+    return any(SearchSpace(predictor.facts, resized, predictor.cluster.domain_size).list_degrees())
 
 
-def _find_nearest_counts(
-    facts: ModelFacts, cluster: Cluster, problem: PlanningProblem
-) -> list[int]:
+def _find_nearest_counts(predictor: Predictor, problem: PlanningProblem) -> list[int]:
     """Return the next smaller and next larger device counts that some degrees multiply to."""
     num_gpus = problem.num_gpus
     directions = (range(num_gpus - 1, 0, -1), range(num_gpus + 1, 2 * num_gpus + 1))
     nearest = [
         next(
-            (count for count in direction if _has_valid_degrees(facts, cluster, problem, count)),
+            (count for count in direction if _has_valid_degrees(predictor, problem, count)),
             None,
         )
         for direction in directions

@@ -13,6 +13,7 @@ from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts, Prediction
+from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.communication import NetworkModel
@@ -45,6 +46,11 @@ def predict(
             support the number of micro-batches.
     """
     return Predictor(get_model_facts(shape), cluster, efficiency, trainer).predict(candidate)
+
+
+def build_predictor(facts: ModelFacts, cluster: Cluster) -> Predictor:
+    """Build the predictor of a model on a cluster, with the fitted efficiency of its devices."""
+    return Predictor(facts, cluster, load_efficiencies().get_efficiency(cluster.accelerator))
 
 
 def predict_rank_memory(facts: ModelFacts, candidate: Candidate) -> list[MemoryParts]:
@@ -83,6 +89,7 @@ class Predictor:
         self.facts = facts
         self.cluster = cluster
         self.efficiency = efficiency
+        self._trainer = trainer
         self.uncertainty = load_error_spreads().get_uncertainty(
             cluster.accelerator,
             trainer,
@@ -91,6 +98,10 @@ class Predictor:
         )
         self.network = NetworkModel(cluster, efficiency)
         self._rates: dict[str, DeviceRates] = {}
+
+    def resize(self, cluster: Cluster) -> Predictor:
+        """Return the predictor of the same model on another number of the same devices."""
+        return Predictor(self.facts, cluster, self.efficiency, self._trainer)
 
     def get_rates(self, precision: str) -> DeviceRates:
         """Return the cached rates of the device in a precision."""

@@ -89,8 +89,7 @@ def get_recipe_facts(recipe: Recipe, shape: ModelShape) -> ModelFacts:
     Raises:
         RecipeError: a pattern of `model.freeze` matches no parameter, or they match all.
     """
-    names = [spec.name for spec in shape.list_parameters()]
-    return get_model_facts(shape, frozen_names=match_frozen(recipe.model.freeze, names))
+    return get_model_facts(shape, frozen_names=match_frozen(recipe.model.freeze, shape))
 
 
 def build_template(

@@ -15,10 +15,8 @@ from math import sqrt
 from shardwright.hardware import Cluster, MeasuredProfile
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory_settings import search_run_layouts
-from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.slowdown import StepSeconds, split_prediction
@@ -47,8 +45,10 @@ class MeasuredSlowdown:
     intra: float = 1.0
     inter: float = 1.0
 
-    def apply(self, cluster: Cluster, efficiency: Efficiency) -> tuple[Cluster, Efficiency]:
-        """Return the cluster and the efficiency at the measured rates."""
+    def apply(self, predictor: Predictor) -> Predictor:
+        """Return the predictor at the measured rates."""
+        cluster = predictor.cluster
+        efficiency = predictor.efficiency
         factor = self.compute
         accelerator = replace(
             cluster.accelerator,
@@ -59,7 +59,8 @@ class MeasuredSlowdown:
             },
         )
         profile = None if cluster.profile is None else _scale_compute_rates(cluster.profile, factor)
-        return replace(cluster, accelerator=accelerator, profile=profile), replace(
+        slowed_cluster = replace(cluster, accelerator=accelerator, profile=profile)
+        slowed_efficiency = replace(
             efficiency,
             kernel_seconds=efficiency.kernel_seconds * factor,
             host_seconds=efficiency.host_seconds * factor,
@@ -68,6 +69,7 @@ class MeasuredSlowdown:
             intra_slowdown=self.intra,
             inter_slowdown=self.inter,
         )
+        return Predictor(predictor.facts, slowed_cluster, slowed_efficiency)
 
 
 PredictStep = Callable[[Predictor, Candidate], Prediction]
@@ -85,10 +87,8 @@ class NewPlan:
 
 
 def replan(
-    facts: ModelFacts,
+    predictor: Predictor,
     candidate: Candidate,
-    cluster: Cluster,
-    efficiency: Efficiency,
     problem: PlanningProblem,
     measured: StepSeconds,
     predict: PredictStep = Predictor.predict,
@@ -104,11 +104,11 @@ def replan(
         predict: how a candidate is predicted, for example with the rows of the data. The search
             assumes full rows.
     """
-    slowdown = fit_slowdown(facts, candidate, cluster, efficiency, measured, predict)
-    predictor = Predictor(facts, *slowdown.apply(cluster, efficiency))
-    now = predict(predictor, candidate).time.step + measured.input
-    found = search_run_layouts(predictor, problem, num_layouts=1).chosen
-    best = None if found is None else predict(predictor, found.candidate)
+    slowdown = fit_slowdown(predictor, candidate, measured, predict)
+    slowed = slowdown.apply(predictor)
+    now = predict(slowed, candidate).time.step + measured.input
+    found = search_run_layouts(slowed, problem, num_layouts=1).chosen
+    best = None if found is None else predict(slowed, found.candidate)
     if best is None or (best.time.step + measured.input) * (1 + EQUAL_STEP_SHARE) > now:
         return NewPlan(slowdown, None, None)
     seconds = measured.step * (best.time.step + measured.input) / now
@@ -116,10 +116,8 @@ def replan(
 
 
 def fit_slowdown(
-    facts: ModelFacts,
+    predictor: Predictor,
     candidate: Candidate,
-    cluster: Cluster,
-    efficiency: Efficiency,
     measured: StepSeconds,
     predict: PredictStep = Predictor.predict,
 ) -> MeasuredSlowdown:
@@ -129,11 +127,10 @@ def fit_slowdown(
     """
 
     def split(slowdown: MeasuredSlowdown) -> StepSeconds:
-        slowed = Predictor(facts, *slowdown.apply(cluster, efficiency))
-        return split_prediction(predict(slowed, candidate).time)
+        return split_prediction(predict(slowdown.apply(predictor), candidate).time)
 
     slowdown = MeasuredSlowdown()
-    names_by_link = _group_traffic(candidate, cluster)
+    names_by_link = _group_traffic(candidate, predictor.cluster)
     for _ in range(_NUM_ROUNDS):
         predicted = split(slowdown)
         factor = (measured.products + measured.waiting) / (predicted.products + predicted.waiting)

@@ -10,10 +10,8 @@ from shardwright.errors import LayoutError
 from shardwright.hardware import Cluster
 from shardwright.hardware.host_cpu import divide_host
 from shardwright.planner.memory_settings import search_run_layouts
-from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
-from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
 
@@ -67,19 +65,16 @@ def resize_cluster(cluster: Cluster, num_gpus: int) -> Cluster:
 
 
 def scale_devices(
-    facts: ModelFacts,
-    cluster: Cluster,
-    efficiency: Efficiency,
-    problem: PlanningProblem,
-    gpu_counts: Iterable[int],
+    predictor: Predictor, problem: PlanningProblem, gpu_counts: Iterable[int]
 ) -> list[ScalePoint]:
     """Plan each number of devices."""
     points: list[ScalePoint] = []
     first: Prediction | None = None
     for num_gpus in gpu_counts:
-        predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
         prediction = search_run_layouts(
-            predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
+            predictor.resize(resize_cluster(predictor.cluster, num_gpus)),
+            replace(problem, num_gpus=num_gpus),
+            num_layouts=1,
         ).chosen
         first = first or prediction
         share = None
@@ -101,11 +96,10 @@ def find_flattening(points: list[ScalePoint]) -> int | None:
     return None
 
 
-def find_min_gpus(
-    facts: ModelFacts, cluster: Cluster, efficiency: Efficiency, problem: PlanningProblem
-) -> Prediction | None:
+def find_min_gpus(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:
     """Return the prediction for the first doubling of the devices on which a layout fits, or
     None. More CPU ranks of this machine have no more memory."""
+    cluster = predictor.cluster
     if cluster.num_host_cores is not None:
         return None
     num_gpus = problem.num_gpus
@@ -115,9 +109,10 @@ def find_min_gpus(
             num_gpus % cluster.gpus_per_node or (cluster.inter is None)
         ):
             continue
-        predictor = Predictor(facts, resize_cluster(cluster, num_gpus), efficiency)
         chosen = search_layouts(
-            predictor, replace(problem, num_gpus=num_gpus), num_layouts=1
+            predictor.resize(resize_cluster(cluster, num_gpus)),
+            replace(problem, num_gpus=num_gpus),
+            num_layouts=1,
         ).chosen
         if chosen is not None:
             return chosen

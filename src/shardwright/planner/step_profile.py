@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import exp, log
@@ -34,7 +34,7 @@ from shardwright.files import find_user_cache
 from shardwright.hardware import Cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, OffloadKind
-from shardwright.planner.memory_settings import predict_run
+from shardwright.planner.memory_settings import predict_run, reset_memory_settings
 from shardwright.planner.prediction import Prediction, TimeParts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.search.result import (
@@ -46,6 +46,7 @@ from shardwright.planner.search.result import (
 )
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.uncertainty import ErrorSpread
+from shardwright.units import format_items
 
 SCHEMA_VERSION = 1
 
@@ -173,21 +174,23 @@ class StepCorrection:
         workload = describe_workload(predictor, problem)
         self._steps = [step for step in profile.steps if step.workload == workload]
         rates = predictor.cluster.rates_source
-        self._other_ratios = [
-            step.measured_seconds / step.predicted_seconds
-            for step in profile.steps
-            if step.workload != workload and step.rates == rates
+        self._others = [
+            step for step in profile.steps if step.workload != workload and step.rates == rates
         ]
+        self._path = profile.path
         self._predictor = predictor
         self._template = problem.template
 
     @cached_property
     def _measured(self) -> dict[Candidate, tuple[TunedStep, Prediction]]:
-        """Measured candidates of this workload, with their predictions of today."""
+        """Measured candidates of this workload, with their predictions of today.
+
+        The keys have the memory settings of the template, which a run takes by its free memory.
+        """
+        candidates = [step.build_candidate(self._template) for step in self._steps]
         return {
-            prediction.candidate: (step, prediction)
-            for step in self._steps
-            for prediction in [predict_run(self._predictor, step.build_candidate(self._template))]
+            candidate: (step, predict_run(self._predictor, candidate))
+            for step, candidate in zip(self._steps, candidates, strict=True)
         }
 
     @property
@@ -198,16 +201,39 @@ class StepCorrection:
     @property
     def is_empty(self) -> bool:
         """True if nothing was measured that corrects these predictions."""
-        return not self._steps and not self._other_ratios
+        return not self._steps and not self._others
 
-    def correct_search(self, result: SearchResult) -> tuple[list[Prediction], Prediction | None]:
+    def describe(self) -> str:
+        """Describe the step times that correct the predictions: how many, from when and where."""
+        steps = self._steps or self._others
+        count = format_items(len(self._steps), "step time") + " of this recipe"
+        source = count if self._steps else "step times of other recipes"
+        first = min(str(step.measured_at) for step in steps)
+        last = max(str(step.measured_at) for step in steps)
+        period = f"at {first}" if first == last else f"from {first} to {last}"
+        return (
+            f"corrected by {source} that `tune` measured on this hardware {period} ({self._path})"
+        )
+
+    def correct_search(
+        self,
+        result: SearchResult,
+        is_allowed: Callable[[Candidate], bool] = lambda _candidate: True,
+    ) -> tuple[list[Prediction], Prediction | None]:
         """Return the corrected layouts, best first, and the recommended one.
 
         Of a layout's settings the measured ones go before others that are not clearly faster. Of
         indistinguishable layouts the fastest measured one is recommended, else the simplest.
+
+        Args:
+            is_allowed: condition on measured settings, which the search may not have considered.
         """
         known = [*result.predictions, *([] if result.chosen is None else [result.chosen])]
-        measured = [prediction for _, prediction in self._measured.values() if prediction.fits]
+        measured = [
+            prediction
+            for _, prediction in self._measured.values()
+            if prediction.fits and is_allowed(prediction.candidate)
+        ]
 
         def get_rank(prediction: Prediction) -> float:
             return prediction.time.step * (1 if prediction.is_measured else 1 + EQUAL_STEP_SHARE)
@@ -232,7 +258,8 @@ class StepCorrection:
     def apply(self, prediction: Prediction) -> Prediction:
         """Return the prediction corrected by its own, its layout's or all other
         measurements."""
-        found = self._measured.get(prediction.candidate)
+        settings = reset_memory_settings(prediction.candidate, self._template)
+        found = self._measured.get(settings)
         if found is not None:
             step, predicted = found
             corrected = _scale(prediction, step.measured_seconds / predicted.time.step)
@@ -257,7 +284,31 @@ class StepCorrection:
         ]
         if same:
             return exp(sum(same) / len(same))
-        return median(ratios.values() or self._other_ratios or [1.0])
+        others = [step.measured_seconds / step.predicted_seconds for step in self._others]
+        return median(ratios.values() or others or [1.0])
+
+
+def build_correction(
+    profile: StepProfile | None, predictor: Predictor, problem: PlanningProblem
+) -> StepCorrection | None:
+    """Build the correction of one workload's predictions; None if nothing that was measured
+    applies to it."""
+    correction = None if profile is None else StepCorrection(profile, predictor, problem)
+    return None if correction is None or correction.is_empty else correction
+
+
+def correct_full_rows(
+    prediction: Prediction, predictor: Predictor, problem: PlanningProblem
+) -> Prediction:
+    """Return a prediction of full rows, corrected by the step times that `tune` measured on its
+    cluster.
+
+    Raises:
+        InputError: the file of measured steps is damaged or of another version.
+    """
+    profile = read_step_profile(predictor.cluster)
+    correction = build_correction(profile, predictor, problem)
+    return prediction if correction is None else correction.apply(prediction)
 
 
 def _scale(prediction: Prediction, factor: float) -> Prediction:
@@ -273,6 +324,15 @@ def find_profile_path(cluster: Cluster) -> Path:
     root = Path(base) if base and "://" not in base else find_user_cache()
     slug = re.sub(r"[^A-Za-z0-9.-]+", "-", cluster.name)
     return root / "steps" / f"{slug}.json"
+
+
+def read_step_profile(cluster: Cluster) -> StepProfile | None:
+    """Read the step times that `tune` measured on a cluster; None if there are none.
+
+    Raises:
+        InputError: the file is damaged or of another version.
+    """
+    return load_step_profile(find_profile_path(cluster))
 
 
 def load_step_profile(path: Path) -> StepProfile | None:
@@ -323,5 +383,5 @@ def _build_error(path: Path, problem: str) -> InputError:
         field="step profile",
         got=str(path),
         allowed=f"a file of `tune`, schema_version {SCHEMA_VERSION}",
-        remedy="Remove it, tune again, or plan with --no-measured-steps",
+        remedy="Remove it or tune again; `plan --no-measured-steps` does not read it",
     )

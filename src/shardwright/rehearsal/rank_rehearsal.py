@@ -299,8 +299,7 @@ def _build_model(
     if is_frozen:
         decoder.requires_grad_(False)
     else:
-        names = [spec.name for spec in plan.shape.list_parameters()]
-        freeze_parameters(decoder, match_frozen(recipe.model.freeze, names))
+        freeze_parameters(decoder, match_frozen(recipe.model.freeze, plan.shape))
 
     def fill(_name: str, bounds: Bounds) -> Tensor:
         return torch.empty([length for _, length in bounds], dtype=precision.param)

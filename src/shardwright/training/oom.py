@@ -13,9 +13,8 @@ import torch
 from shardwright.errors import InputError, OutOfMemory
 from shardwright.launch.rank_outcome import extract_first_line
 from shardwright.planner.auto_layout import build_cluster
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.problem import build_plan_candidate, build_problem, get_recipe_facts
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rejections import find_cheapest_change
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.metrics.run_prediction import predict_training_memory
@@ -109,11 +108,7 @@ def suggest_cheapest_fit(validated_run: ValidatedRun) -> str:
         )
     try:
         cluster = build_cluster(recipe.cluster, validated_run.plan.layout.world_size)
-        predictor = Predictor(
-            get_recipe_facts(recipe, validated_run.shape),
-            cluster,
-            load_efficiencies().get_efficiency(cluster.accelerator),
-        )
+        predictor = build_predictor(get_recipe_facts(recipe, validated_run.shape), cluster)
         candidate = build_plan_candidate(recipe, validated_run.plan)
         change, changed = find_cheapest_change(
             predictor, build_problem(recipe, candidate, cluster.num_gpus), candidate

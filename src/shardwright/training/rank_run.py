@@ -35,7 +35,11 @@ from shardwright.offload import OffloadedOptimizer, describe_transfers
 from shardwright.parallel.direct_collectives import observe_collectives
 from shardwright.telemetry.event_logger import EventLogger, open_event_logger
 from shardwright.training.checkpointing import RunCheckpointer
-from shardwright.training.checks.auto_choice import agree_on_compilation, agree_on_precision
+from shardwright.training.checks.auto_choice import (
+    agree_on_compilation,
+    agree_on_precision,
+    check_equal_layouts,
+)
 from shardwright.training.checks.run_checks import ValidatedRun, validate_run
 from shardwright.training.loop import TrainingLoop
 from shardwright.training.memory_settings import agree_on_memory_settings
@@ -195,6 +199,7 @@ def _validate_together(
     progress: ProgressCallback | None,
 ) -> ValidatedRun:
     """Check the run on every rank, with the same choice for each `auto` on all of them."""
+    check_equal_layouts(recipe, rank_sync)
     precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=is_resumed)
     compilation = agree_on_compilation(recipe, rank_sync, device)
     validated_run = validate_run(

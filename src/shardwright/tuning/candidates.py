@@ -16,11 +16,11 @@ from typing import Literal, get_args
 from shardwright.config import Recipe
 from shardwright.errors import InputError, LayoutError, RecipeError
 from shardwright.hardware import Cluster
-from shardwright.planner.auto_layout import apply_candidate
+from shardwright.planner.auto_layout import apply_candidate, apply_compilation
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.prediction import Prediction
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.problem import (
     build_problem,
     build_recipe_candidate,
@@ -29,7 +29,6 @@ from shardwright.planner.problem import (
     read_planning_shape,
     restrict_to_runnable,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rejections import explain_conflict
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
@@ -159,12 +158,7 @@ class _CandidateSearch:
         self.request = request
         self.recipe, self.baseline_obstacle = _fix_global_batch(request)
         shape = read_planning_shape(self.recipe)
-        accelerator = request.cluster.accelerator
-        self.predictor = Predictor(
-            get_recipe_facts(self.recipe, shape),
-            request.cluster,
-            load_efficiencies().get_efficiency(accelerator),
-        )
+        self.predictor = build_predictor(get_recipe_facts(self.recipe, shape), request.cluster)
         template = replace(build_template(self.recipe), compile=request.is_compiled)
         self.predictor.get_rates(template.precision)  # raise for a precision without units
         planned = self.recipe.model_copy(
@@ -324,10 +318,7 @@ class _CandidateSearch:
         if candidate.offload != template.offload:
             section = recipe.offload.change_tiers(optimizer=candidate.optimizer_tier)
             recipe = recipe.model_copy(update={"offload": section})
-        if candidate.compile != template.compile:
-            model = recipe.model.model_copy(update={"compile": candidate.compile})
-            recipe = recipe.model_copy(update={"model": model})
-        return apply_candidate(recipe, candidate)
+        return apply_candidate(apply_compilation(recipe, candidate, template), candidate)
 
     def _build_error(self) -> LayoutError:
         """Return the error for a recipe without candidates."""

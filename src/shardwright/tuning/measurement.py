@@ -68,6 +68,9 @@ class TrialOutcome:
     measurement: Measurement | None = None
     reason: str = ""
     """Reason why nothing was measured."""
+    measured_at: str | None = None
+    """Time at which the measurement ended, in UTC. None without one, and in files of earlier
+    versions."""
 
     def __post_init__(self) -> None:
         assert (self.status == "measured") == (self.measurement is not None), self.status

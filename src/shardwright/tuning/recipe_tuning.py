@@ -16,8 +16,6 @@ from shardwright.config.recipe_loading import load_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import InputError, RunFailed
 from shardwright.hardware import Cluster
-from shardwright.hardware.catalog_loading import parse_cluster
-from shardwright.hardware.host_cpu import guess_host
 from shardwright.launch.auto_layout import (
     choose_compilation_here,
     choose_precision_here,
@@ -28,13 +26,14 @@ from shardwright.launch.launch_limit import GRACE_SECONDS
 from shardwright.launch.stop_signals import describe_cause, listen_for_stop
 from shardwright.model.hf.hf_model import read_model_shape
 from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.planner.cluster_choice import load_cluster
 from shardwright.planner.scaling import resize_cluster
 from shardwright.planner.step_profile import (
     StepProfile,
     TunedStep,
     build_tuned_step,
     find_profile_path,
-    load_step_profile,
+    read_step_profile,
     save_step_profile,
 )
 from shardwright.plans import resolve_precision
@@ -182,10 +181,7 @@ def _choose_cluster(recipe: Recipe, cluster: Cluster | None, num_ranks: int | No
     uses_cuda = _get_device(recipe).type == "cuda"
     if cluster is None:
         count = num_ranks or (torch.cuda.device_count() if uses_cuda else 1)
-        if uses_cuda:
-            cluster = parse_cluster(detect_cluster(recipe, count).node)
-        else:
-            cluster = guess_host(parse_cluster(f"{count}xcpu"), "cpu")
+        cluster = load_cluster(detect_cluster(recipe, count).node if uses_cuda else f"{count}xcpu")
     count = num_ranks or cluster.gpus_per_node
     local = torch.cuda.device_count() if uses_cuda else count
     if count > min(cluster.gpus_per_node, local):
@@ -292,7 +288,7 @@ def _save_profile(
     cluster: Cluster, workload: str, tried: Iterable[TriedCandidate]
 ) -> tuple[Path | None, str | None]:
     """Add the measured steps to the cluster's file; return the file, or None and the problem."""
-    measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     steps: list[TunedStep] = [
         build_tuned_step(
             each.candidate.prediction,
@@ -300,16 +296,16 @@ def _save_profile(
             measured_seconds=each.measurement.step_seconds,
             spread=each.measurement.spread_seconds / each.measurement.step_seconds,
             rates=cluster.rates_source,
-            measured_at=measured_at,
+            measured_at=each.outcome.measured_at or now,
         )
         for each in tried
-        if each.measurement is not None
+        if each.outcome is not None and each.measurement is not None
     ]
     if not steps:
         return None, None
     path = find_profile_path(cluster)
     try:
-        former = load_step_profile(path) or StepProfile(cluster.name)
+        former = read_step_profile(cluster) or StepProfile(cluster.name)
         save_step_profile(former.add(steps), path)
     except (OSError, InputError) as error:
         return None, str(error)

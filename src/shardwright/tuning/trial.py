@@ -118,7 +118,8 @@ def run_trial(
         expected = WARMUP_STEPS + num_steps
         reason = f"logged {len(events)} of {expected} steps"
         return TrialOutcome("failed", total_seconds, reason=reason)
-    return TrialOutcome("measured", total_seconds, measured)
+    measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return TrialOutcome("measured", total_seconds, measured, measured_at=measured_at)
 
 
 def remove_abandoned_trials(folder: Path) -> None:

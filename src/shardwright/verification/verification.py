@@ -245,9 +245,7 @@ def verify(
     report = VerificationReport(shape, sequence_length, code)
     base = VerificationProblem(
         shape=shape,
-        frozen_names=match_frozen(
-            recipe.model.freeze, [spec.name for spec in shape.list_parameters()]
-        ),
+        frozen_names=match_frozen(recipe.model.freeze, shape),
         attention=recipe.model.attention,
         optimizer=recipe.optimizer,
         batch=BatchPlan(sequence_length, MICRO_BATCH_SIZE, 1, 1),

@@ -19,7 +19,7 @@ from benchmarks.planner_rows import (
 
 from shardwright.planner.prediction import MemoryParts, Prediction, TimeParts
 from shardwright.planner.published.measurements import extract_configuration, read_published_run
-from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.published.predictions import predict_published_run
 from shardwright.planner.rates.calibration import ALL_FRAMEWORKS, EfficiencyTable
 from tests.unit.planner.published.rows import ROW
 
@@ -48,7 +48,9 @@ def _make_rows(
         }
         raw |= {"gpu": gpu, "source": source, "source_group": source, "notes": ""}
         case = read_published_run(f"{gpu}-{source}-{tp}", extract_configuration(raw))
-        rows.append(Row(case, predict_run(case, truth).tokens_per_second_per_gpu, None, True))
+        rows.append(
+            Row(case, predict_published_run(case, truth).tokens_per_second_per_gpu, None, True)
+        )
     return rows
 
 
@@ -117,7 +119,7 @@ def test_a_stronger_pull_keeps_numbers_nearer_to_the_level_above() -> None:
 
 def test_underestimated_memory_costs_more_and_only_a_wrong_verdict_costs() -> None:
     row = _make_rows(START)[0]
-    gib = predict_run(row.case, START).memory.total / 2**30
+    gib = predict_published_run(row.case, START).memory.total / 2**30
 
     def cost(row: Row) -> float:
         fit = Fit([row], [], START)
@@ -129,7 +131,7 @@ def test_underestimated_memory_costs_more_and_only_a_wrong_verdict_costs() -> No
     assert exact == pytest.approx(0.0, abs=1e-9)
     assert under > over > exact
     judged = replace(row, case=replace(row.case, source="aleph-layouts"))
-    fits = predict_run(row.case, START).fits
+    fits = predict_published_run(row.case, START).fits
     assert cost(replace(judged, ran=fits)) == pytest.approx(0.0, abs=1e-9)
     assert cost(replace(judged, ran=not fits)) > 0.01
 
@@ -148,7 +150,7 @@ def test_the_halves_of_a_source_are_disjoint() -> None:
 
 
 def _predict(row: Row, step: float, memory_share: float) -> Prediction:
-    prediction = predict_run(row.case, START)
+    prediction = predict_published_run(row.case, START)
     memory = MemoryParts(weights=memory_share * prediction.memory_capacity_bytes)
     return replace(prediction, time=TimeParts(compute=step), memory=memory)
 

@@ -30,7 +30,7 @@ from shardwright.planner.published.measurements import (
     read_published_run,
     read_rows,
 )
-from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.published.predictions import predict_published_run
 from shardwright.planner.rates.calibration import EfficiencyTable
 from shardwright.planner.uncertainty import ErrorCause, ErrorSpread, ErrorSpreads
 from tests.unit.planner.published.rows import ROW
@@ -52,7 +52,7 @@ def make_row(number: int, gpu: str, source: str) -> Row:
             ROW | {"gpu": gpu, "source_group": source, "micro_batch": str(1 << number % 3)}
         ),
     )
-    return Row(case, predict_run(case, TRUTH).tokens_per_second_per_gpu, None, ran=True)
+    return Row(case, predict_published_run(case, TRUTH).tokens_per_second_per_gpu, None, ran=True)
 
 
 ROWS = [make_row(n, "A100-80GB", "first") for n in range(6)] + [

@@ -14,6 +14,7 @@ from shardwright.config import load_recipe
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import ExitCode, LayoutError, RecipeError
 from shardwright.hardware import MeasuredProfile, save_profile
+from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.launch.auto_layout import resolve_auto_layout
 from shardwright.layout import resolve_layout
 from shardwright.planner.auto_layout import build_cluster, choose_layout
@@ -391,7 +392,9 @@ def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
     assert recipe.cluster is not None
     with pytest.raises(LayoutError, match="cannot resolve `layout: auto`"):
         resolve_layout(recipe.layout, 8)
-    chosen, prediction = choose_layout(recipe, build_cluster(recipe.cluster, 8), 8)
+    planned = choose_layout(recipe, build_cluster(recipe.cluster, 8), 8)
+    chosen = planned.recipe
+    prediction = planned.prediction
     assert not chosen.layout.auto
     layout = resolve_layout(chosen.layout, 8)
     assert layout == prediction.candidate.layout
@@ -403,9 +406,7 @@ def test_layout_auto_puts_the_choice_into_the_recipe() -> None:
 def test_layout_auto_keeps_the_settings_of_the_recipe() -> None:
     training = RECIPE["training"] | {"micro_batch_size": 1}
     recipe = validate_recipe(RECIPE | {"layout": "auto", "recompute": "full", "training": training})
-    chosen, _ = choose_layout(
-        recipe, build_cluster(validate_recipe(RECIPE | {"cluster": "8xA100-80GB"}).cluster, 8), 8
-    )  # type: ignore[arg-type]
+    chosen = choose_layout(recipe, parse_cluster("8xA100-80GB"), 8).recipe
     assert (chosen.training.micro_batch_size, chosen.recompute) == (1, "full")
 
 

@@ -63,7 +63,7 @@ def test_a_resized_cluster_shares_the_same_machine(monkeypatch: pytest.MonkeyPat
     )
     predictor = build_predictor(recipe, four)
     problem = build_problem(recipe, build_template(recipe), 4)
-    assert find_min_gpus(predictor.facts, four, predictor.efficiency, problem) is None
+    assert find_min_gpus(predictor, problem) is None
     assert four.rates_source == "guessed from the 8 cores of this machine"
     assert choose_cluster(Recipe.model_construct(cluster=None), "4xcpu") == four
 

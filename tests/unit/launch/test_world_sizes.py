@@ -104,10 +104,9 @@ def test_the_number_with_the_shortest_predicted_step_is_chosen(
         assert recipe.training.global_batch_size == 12
         if count == 2:
             raise LayoutError("no layout fits")
-        prediction = SimpleNamespace(time=SimpleNamespace(step=seconds[count]))
         offload = OffloadSection(optimizer="host" if count == 3 else "none")
         planned = recipe.model_copy(update={"name": f"of {count}", "offload": offload})
-        return SimpleNamespace(prediction=prediction, recipe=planned)
+        return SimpleNamespace(uncorrected_seconds=seconds[count], recipe=planned)
 
     monkeypatch.setattr(auto_layout, "plan_ranks", plan)
     monkeypatch.setattr(auto_layout, "describe_choice", lambda planned: planned.recipe.name)

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from shardwright.layout import Layout
 from shardwright.layout.context_method import assign_chunks, count_chunks_by_work
-from shardwright.parallel.context.row_split import assign_chunks_by_work
-from shardwright.parallel.context.row_split import count_visible_keys as count_keys_of_ids
+from shardwright.parallel.context.row_split import assign_chunks_by_work, count_visible_keys
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.context_loads import (
     assign_context_chunks,
     compute_attention_loads,
     compute_mean_load,
+    count_chunk_keys,
     count_context_work,
-    count_visible_keys,
 )
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.predictor import Predictor
@@ -58,8 +57,8 @@ def list_ids(documents: tuple[tuple[int, ...], ...]) -> np.ndarray:
 )
 def test_visible_keys_are_those_that_a_run_counts(documents: list[int], window: int | None) -> None:
     row = [*documents, 8 - sum(documents) % 8]
-    counted = count_keys_of_ids(list_ids((tuple(row),)), (window,), 8)
-    assert count_visible_keys(row, window, 8) == counted.tolist()
+    counted = count_visible_keys(list_ids((tuple(row),)), (window,), 8)
+    assert count_chunk_keys(row, window, 8) == counted.tolist()
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -76,7 +75,7 @@ def test_chunks_and_work_are_those_of_a_run(model: str, degree: int) -> None:
             assign_chunks("ring", degree)
             if split == "zigzag"
             else assign_chunks_by_work(
-                count_keys_of_ids(ids_BT, windows, count_chunks_by_work(degree, LENGTH)), degree
+                count_visible_keys(ids_BT, windows, count_chunks_by_work(degree, LENGTH)), degree
             )
         )
         assert assign_context_chunks(facts, candidate, documents) == chunks
@@ -84,7 +83,7 @@ def test_chunks_and_work_are_those_of_a_run(model: str, degree: int) -> None:
         works = count_context_work(facts, candidate, documents)
         assert sum(work.num_layers for work in works) == len(windows)
         for work in works:
-            keys = count_keys_of_ids(ids_BT, (work.window,), num_chunks)
+            keys = count_visible_keys(ids_BT, (work.window,), num_chunks)
             assert work.busiest == max(sum(keys[chunk] for chunk in own) for own in chunks)
             assert work.mean * degree == keys.sum()
         assert dict(compute_attention_loads(works)) == {

@@ -19,7 +19,7 @@ from shardwright.planner.expert_loads import (
     NUM_STEPS,
     ExpertRankLoads,
     compute_rank_loads,
-    read_expert_loads,
+    read_logged_loads,
 )
 from shardwright.planner.memory.feed_forward_activations import compute_feed_forward_bytes
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
@@ -125,12 +125,12 @@ def test_without_expert_parallelism_loads_change_nothing() -> None:
 def test_the_newest_logged_steps_of_a_run_are_read(tmp_path: Path) -> None:
     steps = [(SKEWED,) * 3] * 5 + [None, (EVEN,) * 3] * NUM_STEPS
     recipe = build_recipe()
-    loads = read_expert_loads(write_run(tmp_path, *steps), recipe, models.read_shape("qwen3_moe"))
+    loads = read_logged_loads(write_run(tmp_path, *steps), recipe, models.read_shape("qwen3_moe"))
     assert loads.num_steps == NUM_STEPS
     assert loads.get_ratio(8) == 1.0
     capped = build_recipe(moe={"capacity_factor": 1.25})
     folder = write_run(tmp_path / "skewed", (SKEWED,) * 3)
-    assert read_expert_loads(folder, capped, models.read_shape("qwen3_moe")).get_ratio(8) == 1.25
+    assert read_logged_loads(folder, capped, models.read_shape("qwen3_moe")).get_ratio(8) == 1.25
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_a_run_without_loads_of_this_models_experts_is_refused(
     model: str, steps: list[Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match="--expert-load") as error:
-        read_expert_loads(write_run(tmp_path, *steps), build_recipe(), models.read_shape(model))
+        read_logged_loads(write_run(tmp_path, *steps), build_recipe(), models.read_shape(model))
     assert message in str(error.value)
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no events to read"):
-        read_expert_loads(tmp_path / "none", build_recipe(), models.read_shape("qwen3_moe"))
+        read_logged_loads(tmp_path / "none", build_recipe(), models.read_shape("qwen3_moe"))
 
 
 def test_the_command_plans_with_the_loads(

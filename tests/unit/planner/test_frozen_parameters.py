@@ -30,8 +30,7 @@ LOWER_HALF = (EMBEDDING, "model.layers.[01].*")
 
 def build_facts(*patterns: str, name: str = "llama") -> ModelFacts:
     shape = models.read_shape(name)
-    names = [spec.name for spec in shape.list_parameters()]
-    return ModelFacts(shape, frozen_names=match_frozen(patterns, names))
+    return ModelFacts(shape, frozen_names=match_frozen(patterns, shape))
 
 
 def build_predictor(facts: ModelFacts) -> Predictor:

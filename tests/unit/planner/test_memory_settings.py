@@ -153,7 +153,7 @@ def test_settings_change_the_order_of_layouts() -> None:
 def test_an_automatic_layout_is_the_planned_one() -> None:
     recipe = build_recipe(training={"global_batch_size": 32, "micro_batch_size": None})
     cluster = parse_cluster("4xH200")
-    _, prediction = choose_layout(recipe, cluster, 4)
+    prediction = choose_layout(recipe, cluster, 4).prediction
     planned = plan_recipe(recipe, cluster).chosen
     assert planned is not None
     assert prediction.candidate.layout == planned.candidate.layout

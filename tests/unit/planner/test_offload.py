@@ -256,15 +256,15 @@ def test_offloading_to_the_host_frees_no_memory_of_a_cpu() -> None:
 
 def test_layout_auto_offloads_only_if_nothing_else_fits_and_the_recipe_does_not_decide() -> None:
     small = parse_cluster("1xH100-80GB")
-    chosen, prediction = choose_layout(build_recipe(layout="auto"), small, 1)
-    assert chosen.offload.optimizer == "host"
-    assert "offload optimizer" in prediction.candidate.describe()
+    chosen = choose_layout(build_recipe(layout="auto"), small, 1)
+    assert chosen.recipe.offload.optimizer == "host"
+    assert "offload optimizer" in chosen.prediction.candidate.describe()
     with pytest.raises(LayoutError, match="no layout that the recipe allows fits"):
         choose_layout(build_recipe(layout="auto", offload={"optimizer": "none"}), small, 1)
     recipe = build_recipe(layout="auto", offload={"optimizer": "disk"})
-    assert choose_layout(recipe, small, 1)[0].offload == recipe.offload
-    chosen, _ = choose_layout(build_recipe(layout="auto"), parse_cluster("8xH100-80GB"), 8)
-    assert not chosen.offload.is_enabled
+    assert choose_layout(recipe, small, 1).recipe.offload == recipe.offload
+    chosen = choose_layout(build_recipe(layout="auto"), parse_cluster("8xH100-80GB"), 8)
+    assert not chosen.recipe.offload.is_enabled
 
 
 LONG_ROWS: dict[str, Any] = {
@@ -321,21 +321,20 @@ def test_waits_for_activations_lengthen_the_bubble_of_a_pipeline() -> None:
 
 def test_layout_auto_offloads_activations_if_that_suffices() -> None:
     small = parse_cluster("1xH100-80GB")
-    chosen, prediction = choose_layout(build_recipe(layout="auto", **LONG_ROWS), small, 1)
-    assert chosen.offload.activations == "host"
-    assert chosen.offload.optimizer == "none"
-    assert "activations on host" in prediction.candidate.describe()
+    chosen = choose_layout(build_recipe(layout="auto", **LONG_ROWS), small, 1)
+    assert chosen.recipe.offload.activations == "host"
+    assert chosen.recipe.offload.optimizer == "none"
+    assert "activations on host" in chosen.prediction.candidate.describe()
 
 
 def test_layout_auto_offloads_states_and_activations_if_neither_suffices() -> None:
     # Copies of trained weights in the compute precision need them on the device.
     precision = {"kind": "bf16", "working_weights": True}
     rows = LONG_ROWS | {"optimizer": {"name": "adamw"}, "precision": precision}
-    chosen, prediction = choose_layout(
-        build_recipe(layout="auto", **rows), parse_cluster("1xH100-80GB"), 1
-    )
-    assert chosen.offload.activations == chosen.offload.optimizer == "host"
-    assert prediction.fits
+    chosen = choose_layout(build_recipe(layout="auto", **rows), parse_cluster("1xH100-80GB"), 1)
+    offload = chosen.recipe.offload
+    assert offload.activations == offload.optimizer == "host"
+    assert chosen.prediction.fits
 
 
 def test_a_layout_that_does_not_fit_is_offered_offloaded_activations() -> None:
@@ -460,14 +459,16 @@ def test_layout_auto_offloads_weights_if_nothing_else_suffices() -> None:
         layout="auto",
         recompute="full",
     )
-    chosen, prediction = choose_layout(frozen, small, 1)
-    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("host", "none")
-    assert "parameters on host" in prediction.candidate.describe()
+    chosen = choose_layout(frozen, small, 1)
+    offload = chosen.recipe.offload
+    assert (offload.parameters, offload.optimizer) == ("host", "none")
+    assert "parameters on host" in chosen.prediction.candidate.describe()
     trained = build_recipe(model={"config": large}, layout="auto", recompute="full")
-    chosen, prediction = choose_layout(trained, small, 1)
-    assert (chosen.offload.parameters, chosen.offload.optimizer) == ("host", "host")
-    assert prediction.fits
-    assert prediction.candidate.is_runnable
+    chosen = choose_layout(trained, small, 1)
+    offload = chosen.recipe.offload
+    assert (offload.parameters, offload.optimizer) == ("host", "host")
+    assert chosen.prediction.fits
+    assert chosen.prediction.candidate.is_runnable
 
 
 def test_a_layout_that_does_not_fit_is_offered_offloaded_weights() -> None:

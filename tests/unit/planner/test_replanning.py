@@ -13,14 +13,12 @@ from shardwright.hardware import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
-    find_accelerator,
     parse_cluster,
 )
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.predictor import Predictor
-from shardwright.planner.rates.calibration import load_efficiencies
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.replanning import MeasuredSlowdown, NewPlan, fit_slowdown, replan
 from shardwright.planner.search.best_first import search_layouts
 from shardwright.planner.search.space import PlanningProblem
@@ -36,9 +34,10 @@ from tests.unit.planner.models import CONFIGS, LLAMA2_13B
 
 SMALL = CONFIGS["llama"]
 
-FACTS = get_model_facts(read_config(LLAMA2_13B))
-CLUSTER = parse_cluster("8xH100-80GB", num_nodes=2, link="ib400")
-EFFICIENCY = load_efficiencies().get_efficiency(find_accelerator("H100-80GB"))
+PREDICTOR = build_predictor(
+    get_model_facts(read_config(LLAMA2_13B)),
+    parse_cluster("8xH100-80GB", num_nodes=2, link="ib400"),
+)
 CANDIDATE = Candidate(
     Layout(dp_shard=16, zero_stage=3), 4096, gradient_accumulation_steps=4, recompute="full"
 )
@@ -47,13 +46,11 @@ PROBLEM = PlanningProblem(CANDIDATE, 16, 64)
 
 def measure(slowdown: MeasuredSlowdown, candidate: Candidate = CANDIDATE) -> StepSeconds:
     """Return the step of a cluster that is slower than its data sheet."""
-    return split_prediction(
-        Predictor(FACTS, *slowdown.apply(CLUSTER, EFFICIENCY)).predict(candidate).time
-    )
+    return split_prediction(slowdown.apply(PREDICTOR).predict(candidate).time)
 
 
 def plan_again(measured: StepSeconds) -> NewPlan:
-    return replan(FACTS, CANDIDATE, CLUSTER, EFFICIENCY, PROBLEM, measured)
+    return replan(PREDICTOR, CANDIDATE, PROBLEM, measured)
 
 
 def test_the_parts_of_a_prediction_are_its_step() -> None:
@@ -76,13 +73,11 @@ def test_a_slow_cluster_is_recognised_and_planned_like_it_is(
     measured = measure(slowdown)
     slow = find_slow_part(measure(MeasuredSlowdown()), measured)
     assert (slow.part, slow.parallelism) == (part, parallelism)
-    fitted = fit_slowdown(FACTS, CANDIDATE, CLUSTER, EFFICIENCY, measured)
+    fitted = fit_slowdown(PREDICTOR, CANDIDATE, measured)
     assert fitted.compute == pytest.approx(slowdown.compute, rel=0.02)
     assert fitted.inter == pytest.approx(slowdown.inter, rel=0.02)
     assert fitted.intra == 1.0
-    best = search_layouts(
-        Predictor(FACTS, *slowdown.apply(CLUSTER, EFFICIENCY)), PROBLEM, num_layouts=1
-    ).chosen
+    best = search_layouts(slowdown.apply(PREDICTOR), PROBLEM, num_layouts=1).chosen
     new = plan_again(measured)
     assert best is not None
     assert new.faster is not None
@@ -106,22 +101,22 @@ def test_a_tensor_parallel_link_is_slow_within_the_node() -> None:
     measured = measure(slowdown, candidate)
     slow = find_slow_part(measure(MeasuredSlowdown(), candidate), measured)
     assert (slow.part, slow.parallelism) == ("traffic", "tensor")
-    fitted = fit_slowdown(FACTS, candidate, CLUSTER, EFFICIENCY, measured)
+    fitted = fit_slowdown(PREDICTOR, candidate, measured)
     assert fitted.intra == pytest.approx(5.0, rel=0.02)
-    new = replan(FACTS, candidate, CLUSTER, EFFICIENCY, PROBLEM, measured)
+    new = replan(PREDICTOR, candidate, PROBLEM, measured)
     assert new.faster is not None
     assert new.faster.candidate.layout.tp == 1
 
 
 def test_no_layout_reads_input_faster_or_waits_less() -> None:
     """The best layout stays the best if only input is slow, and gains less of a longer step."""
-    best = search_layouts(Predictor(FACTS, CLUSTER, EFFICIENCY), PROBLEM, num_layouts=1).chosen
+    best = search_layouts(PREDICTOR, PROBLEM, num_layouts=1).chosen
     assert best is not None
     predicted = measure(MeasuredSlowdown(), best.candidate)
     late = replace(predicted, step=3 * predicted.step, input=2 * predicted.step)
     slow = find_slow_part(predicted, late)
     assert (slow.part, slow.describe()) == ("input", "reading the input")
-    new = replan(FACTS, best.candidate, CLUSTER, EFFICIENCY, PROBLEM, late)
+    new = replan(PREDICTOR, best.candidate, PROBLEM, late)
     assert new.faster is None
     plain = plan_again(measure(MeasuredSlowdown()))
     assert plain.faster is not None  # the layout with full recomputation is not the best
@@ -145,18 +140,15 @@ def test_a_measured_profile_is_slowed_too() -> None:
         elementwise=(ElementwiseRate("fp32", 512, 256, 1e9, 2e9),),
     )
     cluster = parse_cluster("2xcpu", profile=profile)
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
     candidate = Candidate(Layout(dp_shard=2, zero_stage=2), 512, precision="fp32")
-    facts = get_model_facts(read_config(SMALL))
+    predictor = build_predictor(get_model_facts(read_config(SMALL)), cluster)
 
     def split(slowdown: MeasuredSlowdown) -> StepSeconds:
-        return split_prediction(
-            Predictor(facts, *slowdown.apply(cluster, efficiency)).predict(candidate).time
-        )
+        return split_prediction(slowdown.apply(predictor).predict(candidate).time)
 
     measured = split(MeasuredSlowdown(compute=2.0, intra=7.0))
     assert measured.products == pytest.approx(2 * split(MeasuredSlowdown()).products, rel=0.02)
-    fitted = fit_slowdown(facts, candidate, cluster, efficiency, measured)
+    fitted = fit_slowdown(predictor, candidate, measured)
     assert fitted.compute == pytest.approx(2.0, rel=0.02)
     assert fitted.intra == pytest.approx(7.0, rel=0.02)
 

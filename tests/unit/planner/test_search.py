@@ -227,7 +227,7 @@ def test_the_search_finds_the_best_layouts_with_frozen_parameters(
     """Frozen weights take least memory under any ZeRO stage, and some layers have no backward
     pass."""
     shape = models.read_shape("llama")
-    frozen = match_frozen(freeze, [spec.name for spec in shape.list_parameters()])
+    frozen = match_frozen(freeze, shape)
     cluster = models.make_cluster(4, memory_bytes=memory_mib * 2**20, per_node=2)
     predictor = Predictor(ModelFacts(shape, frozen_names=frozen), cluster, SMALL)
     problem = PlanningProblem(Candidate(Layout(), 128), 4, 8)

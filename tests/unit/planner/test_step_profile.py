@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from shardwright import api
 from shardwright.cli.main import run
+from shardwright.config import Recipe
 from shardwright.config.recipe_loading import validate_recipe
+from shardwright.doctor.checklist_context import ChecklistContext
 from shardwright.errors import ExitCode, InputError
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.launch.auto_layout import describe_choice, plan_ranks
+from shardwright.planner.auto_layout import choose_layout
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.planning_result import PlanningResult, plan_recipe
 from shardwright.planner.step_profile import (
     StepProfile,
@@ -22,6 +28,7 @@ from shardwright.planner.step_profile import (
     load_step_profile,
     save_step_profile,
 )
+from shardwright.plans import resolve_degrees
 from shardwright.tuning.candidates import CandidateList, TuningRequest, list_candidates
 from tests.unit.planner import models
 
@@ -176,7 +183,7 @@ def test_a_damaged_file_is_refused(
     with pytest.raises(InputError, match="not a file of measured steps"):
         load_step_profile(path)
     path.write_text('{"schema_version":')
-    with pytest.raises(InputError, match="--no-measured-steps"):
+    with pytest.raises(InputError, match="--no-measured-steps` does not read it"):
         load_step_profile(path)
 
 
@@ -201,10 +208,14 @@ def test_plan_reports_the_correction_in_one_line(
     after = json.loads(output.out)
     assert after["num_measured_steps"] == 1
     assert after["chosen"]["measured"]
-    assert output.err.count("corrected by 1 step times of this recipe") == 1
+    line = (
+        "corrected by 1 step time of this recipe that `tune` measured on this hardware at "
+        f"2026-01-01T00:00:00Z ({path})"
+    )
+    assert output.err.count(f"{line}; --no-measured-steps plans without them\n") == 1
     assert run(words) == ExitCode.DONE
     text = " ".join(capsys.readouterr().out.split())
-    assert text.count("corrected by 1 step times of this recipe") == 1
+    assert text.count("corrected by 1 step time of this recipe") == 1
     assert "#: step time measured by `tune`" in text
     assert run([*words, "--json", "--no-measured-steps"]) == ExitCode.DONE
     output = capsys.readouterr()
@@ -224,3 +235,129 @@ def test_a_workload_is_everything_but_the_settings() -> None:
     assert describe(precision="fp32") != own
     assert describe(optimizer={"name": "sgd"}) != own
     assert describe(training=RECIPE["training"] | {"global_batch_size": 32}) != own
+
+
+@pytest.fixture(scope="module")
+def slow_index(candidates: CandidateList) -> int:
+    """Return the index of a candidate that is predicted slower than those of other layouts."""
+    settings = [each.prediction.candidate for each in candidates.candidates]
+    return next(
+        index
+        for index, each in enumerate(settings)
+        if each.layout.tp == 2 and each.gradient_accumulation_steps == 2
+    )
+
+
+def reverse_order(candidates: CandidateList, slow_index: int) -> StepProfile:
+    """Return measured steps of which those of one slow candidate are the shortest."""
+    ratios = dict.fromkeys(range(len(candidates.candidates)), 3.0)
+    return measure(candidates, ratios | {slow_index: 0.3})
+
+
+AUTO: dict[str, Any] = RECIPE | {"layout": "auto", "cluster": "2xEPYC-9654"}
+
+
+def test_train_chooses_the_layout_that_plan_chooses_by_measured_steps(
+    candidates: CandidateList,
+    slow_index: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    path = find_profile_path(CLUSTER)
+    profile = reverse_order(candidates, slow_index)
+    later = replace(profile.steps[slow_index], measured_at="2026-01-02T00:00:00Z")
+    save_step_profile(profile.add([later]), path)
+    recipe = validate_recipe(AUTO)
+    predicted = api.plan(recipe, should_use_measured_steps=False).chosen
+    corrected = api.plan(recipe).chosen
+    assert predicted is not None
+    assert corrected is not None
+    fastest = candidates.candidates[slow_index].prediction
+    assert corrected.candidate == fastest.candidate
+    assert corrected.candidate.layout != predicted.candidate.layout
+    assert choose_layout(recipe, CLUSTER, 2).prediction.candidate == predicted.candidate
+
+    planned = plan_ranks(recipe, 2)
+    assert planned.prediction == corrected
+    assert planned.uncorrected_seconds == pytest.approx(fastest.time.step)
+    assert planned.recipe.cluster == recipe.cluster
+    layout, batch = resolve_degrees(planned.recipe, 2)
+    assert layout == fastest.candidate.layout
+    assert batch.micro_batch_size == fastest.candidate.micro_batch_size
+    assert planned.recipe.recompute == fastest.candidate.recompute
+    checklist = ChecklistContext(recipe, 2, "recipe.yaml")
+    assert checklist.resolved_recipe == planned.recipe
+    assert checklist.prediction is not None
+    assert checklist.prediction.time == corrected.time
+
+    line = (
+        f"corrected by {len(profile.steps)} step times of this recipe that `tune` measured on "
+        f"this hardware from 2026-01-01T00:00:00Z to 2026-01-02T00:00:00Z ({path})"
+    )
+    description = describe_choice(planned)
+    assert "; measured " in description
+    assert description.endswith(f" per device; {line}")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(AUTO))
+    assert run(["plan", str(tmp_path / "recipe.yaml"), "--json"]) == ExitCode.DONE
+    assert line in capsys.readouterr().err
+
+    path.write_text("{")
+    with pytest.raises(InputError, match="not a file of measured steps"):
+        plan_ranks(recipe, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "written", "measured"),
+    [
+        ("micro_batch_size", 1, 32),
+        ("gradient_accumulation_steps", 1, 2),
+        ("recompute", "selective", "none"),
+        ("compile", False, True),
+        ("prefetch_depth", 3, 2),
+        ("offload", "none", "optimizer"),
+    ],
+)
+def test_layout_auto_keeps_values_of_the_recipe_whatever_was_measured(
+    candidates: CandidateList, slow_index: int, setting: str, written: Any, measured: Any
+) -> None:
+    """Without the value in the recipe, the measured settings become the run's."""
+    prediction = candidates.candidates[slow_index].prediction
+    candidate = prediction.candidate
+    sections: dict[str, Any] = {"recompute": {"recompute": written}}
+    sections["offload"] = {"offload": {"optimizer": written}}
+    sections["prefetch_depth"] = {"layout": {"auto": True, setting: written}}
+    sections["compile"] = {"model": AUTO["model"] | {setting: written}}
+    section = sections.get(setting, {"training": AUTO["training"] | {setting: written}})
+    if setting == "prefetch_depth":
+        candidate = replace(candidate, layout=replace(candidate.layout, prefetch_depth=measured))
+    else:
+        candidate = replace(candidate, **{setting: measured})
+    step = build_tuned_step(
+        replace(prediction, candidate=candidate),
+        candidates.workload,
+        measured_seconds=0.01 * prediction.time.step,
+        spread=0.02,
+        rates=CLUSTER.rates_source,
+        measured_at="2026-01-01T00:00:00Z",
+    )
+    profile = reverse_order(candidates, slow_index).add([step])
+
+    def choose(**changes: Any) -> tuple[Recipe, Candidate]:
+        document = AUTO | {"model": {"config": models.CONFIGS["llama"]}} | changes
+        planned = choose_layout(validate_recipe(document), CLUSTER, 2, profile)
+        assert planned.correction_summary is not None
+        return planned.recipe, planned.prediction.candidate
+
+    if setting == "offload":
+        elastic = {"warm_restarts": True, "max_restarts": 1, "peer_copies": 1}
+        assert choose(elastic=elastic)[1].offload == written
+    _, chosen = choose(**section)
+    values = {**vars(chosen), "prefetch_depth": chosen.layout.prefetch_depth}
+    assert values[setting] == written
+    recipe, chosen = choose()
+    assert chosen == candidate
+    assert recipe.layout.prefetch_depth == candidate.layout.prefetch_depth
+    assert recipe.model.compile == (True if candidate.compile else "auto")
+    assert recipe.offload.optimizer == ("none" if candidate.offload == "none" else "host")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from shardwright.architecture import read_config
 from shardwright.architecture.frozen_names import match_frozen
 from shardwright.config import Recipe
 from shardwright.config.data import DataSource
@@ -21,11 +22,14 @@ from tests.unit.training.finished import ALPHABET, CONFIG
 
 
 def test_frozen_patterns_must_match_some_but_not_all_parameters() -> None:
-    names = ["h.0.weight", "h.0.bias", "ln.bias"]
-    assert match_frozen(("*.bias",), names) == {"h.0.bias", "ln.bias"}
+    shape = read_config(CONFIG | {"vocab_size": 26})
+    names = {spec.name for spec in shape.list_parameters()}
+    norms = match_frozen(("*norm.weight",), shape)
+    assert norms == {name for name in names if name.endswith("norm.weight")}
+    assert norms
     for patterns in (("*.biass",), ("*",)):
         with pytest.raises(RecipeError, match=r"model\.freeze"):
-            match_frozen(patterns, names)
+            match_frozen(patterns, shape)
 
 
 LENGTH = 32

@@ -14,12 +14,24 @@ from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.hardware import MatmulRate, MeasuredProfile, save_profile
 from shardwright.layout import Layout
+from shardwright.planner.auto_layout import build_cluster
+from shardwright.planner.prediction import Prediction
+from shardwright.planner.predictor import build_predictor
+from shardwright.planner.problem import get_recipe_facts
+from shardwright.planner.step_profile import (
+    StepProfile,
+    build_tuned_step,
+    describe_workload,
+    find_profile_path,
+    save_step_profile,
+)
+from shardwright.planner.training_rows import TrainingRows
 from shardwright.plans import BatchPlan, build_plan
 from shardwright.telemetry.event_log import EventLog, StepEvent, WarningEvent, read_events
 from shardwright.training import loop
 from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.metrics import run_prediction
-from shardwright.training.metrics.run_prediction import predict_training_run
+from shardwright.training.metrics.run_prediction import compute_slow_limit, predict_training_run
 from shardwright.training.run import train
 from tests.unit.planner import models
 from tests.unit.training.test_loop import build_recipe
@@ -74,6 +86,64 @@ def test_the_prediction_of_a_run_is_cached(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_a_cluster_there_is_no_prediction() -> None:
     assert predict_training_run(build_validated_run(None)) is None
+
+
+def save_measured_step(run: ValidatedRun, predicted: Prediction, ratio: float) -> Path:
+    """Save the measured time of a run's settings, a multiple of the predicted one."""
+    assert run.recipe.cluster is not None
+    problem = run_prediction._build_problem(run)
+    facts = get_recipe_facts(run.recipe, run.shape)
+    predictor = build_predictor(facts, build_cluster(run.recipe.cluster, 8))
+    step = build_tuned_step(
+        predicted,
+        describe_workload(predictor, problem),
+        measured_seconds=ratio * predicted.time.step,
+        spread=0.001,
+        rates=predictor.cluster.rates_source,
+        measured_at="2026-01-01T00:00:00Z",
+    )
+    path = find_profile_path(predictor.cluster)
+    save_step_profile(StepProfile(predictor.cluster.name, (step,)), path)
+    return path
+
+
+def test_measured_steps_correct_the_prediction_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    run = build_validated_run("8xA100-80GB")
+    predicted = predict_training_run(run)
+    assert predicted is not None
+    assert not predicted.is_measured
+    assert compute_slow_limit(predicted) == predicted.step_interval[1]
+    path = save_measured_step(run, predicted, 2.0)
+    corrected = predict_training_run(run)
+    assert corrected is not None
+    assert corrected.is_measured
+    assert corrected.memory == predicted.memory
+    assert corrected.time.step == pytest.approx(2 * predicted.time.step)
+    # Two runs of the same settings differ by more than the interval of one measurement.
+    assert corrected.step_interval[1] < 1.002 * corrected.time.step
+    assert compute_slow_limit(corrected) == pytest.approx(1.05 * corrected.time.step)
+    # A run on a GPU takes free memory for some settings after its layout is measured.
+    section = run.recipe.model.model_copy(update={"loss_chunk_tokens": 64})
+    resolved = run.recipe.model_copy(update={"model": section})
+    run_with_chunks = SimpleNamespace(**vars(run) | {"recipe": resolved})
+    run_with_chunks.planned_recipe = run.recipe
+    with_chunks = predict_training_run(cast(ValidatedRun, run_with_chunks))
+    assert with_chunks is not None
+    assert with_chunks.is_measured
+    assert with_chunks.candidate.loss_chunk_tokens == 64
+    # The measurements are compared with predictions of full rows.
+    rows = TrainingRows(((128,),) * 64, 128, is_packed=False, is_uneven=False, pad_multiple=None)
+    monkeypatch.setattr(run_prediction, "read_run_rows", lambda _run: rows)
+    with_rows = predict_training_run(run)
+    assert with_rows is not None
+    assert not with_rows.is_measured
+    monkeypatch.setattr(run_prediction, "read_run_rows", lambda _run: None)
+    path.write_text("{")
+    assert predict_training_run(run) == predicted
+    assert "measured step times do not correct the prediction" in caplog.text
 
 
 def train_on_predicted_cpu(folder: Path, *, bytes_per_second: float | None) -> EventLog:

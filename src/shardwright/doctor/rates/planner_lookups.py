@@ -31,9 +31,9 @@ from shardwright.hardware.catalog_loading import find_accelerator
 from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.predictor import predict
+from shardwright.planner.model_costs import get_model_facts
+from shardwright.planner.predictor import build_predictor
 from shardwright.planner.problem import build_recipe_candidate, build_template, read_planning_shape
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.scaling import resize_cluster
 from shardwright.units import MIB_BYTES
 
@@ -195,12 +195,7 @@ def record_lookups(
     recorder = _RecordingProfile(
         "", None, "", accelerator.memory_bytes, accelerator.memory_bytes_per_second
     )
-    predict(
-        shape,
-        candidate,
-        replace(cluster, profile=recorder),
-        load_efficiencies().get_efficiency(accelerator),
-    )
+    build_predictor(get_model_facts(shape), replace(cluster, profile=recorder)).predict(candidate)
     tokens = candidate.micro_batch_size * candidate.sequence_length // layout.cp
     return PlannerLookups(
         _limit_matmul_flops(recorder.recorded_matmuls, device_kind),

@@ -90,7 +90,7 @@ def get_moved_bytes(candidate: Candidate) -> float:
     return candidate.activation_bytes
 
 
-def count_updated_blocks(candidate: Candidate, moved: MovedWeights) -> tuple[float, float]:
+def count_updated_blocks(moved: MovedWeights) -> tuple[float, float]:
     """Return the blocks whose weights, and whose gradients, are on the device in the update.
 
     They are those of the block that is updated, the next one, and the weights of the last one,

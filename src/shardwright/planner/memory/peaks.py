@@ -105,7 +105,7 @@ def predict_memory(
 
 
 def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> MemoryParts:
-    num_weight_blocks, num_gradient_blocks = count_updated_blocks(candidate, persistent.moved)
+    num_weight_blocks, num_gradient_blocks = count_updated_blocks(persistent.moved)
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,

@@ -64,7 +64,7 @@ class PredictedRow:
 def predict_row(run: PublishedRun, efficiencies: EfficiencyTable | None = None) -> PredictedRow:
     """Predict throughput, memory in the row's own metric, and whether the row's configuration
     fits."""
-    prediction = predict_run(run, efficiencies)
+    prediction = predict_published_run(run, efficiencies)
     fits = prediction.fits
     fit_probability = prediction.fit_probability
     memory = compute_reported_memory_bytes(run, prediction, efficiencies)
@@ -118,7 +118,7 @@ def _predict_with_recompute(
     if run.is_recompute_stated:
         return prediction
     recomputed = replace(prediction.candidate, recompute="full")
-    return predict_run(
+    return predict_published_run(
         replace(run, candidate=recomputed, is_micro_batch_stated=True, is_recompute_stated=True),
         efficiencies,
     )
@@ -129,20 +129,22 @@ def predict_least_memory(
 ) -> Prediction:
     """Predict a row. If it does not state its recomputation and does not fit, its memory is that
     with full recomputation, and its time without: it recomputes as little as necessary."""
-    prediction = predict_run(run, efficiencies)
+    prediction = predict_published_run(run, efficiencies)
     if prediction.fits:
         return prediction
     recomputed = _predict_with_recompute(run, prediction, efficiencies)
     return replace(prediction, memory=recomputed.memory)
 
 
-def predict_run(run: PublishedRun, efficiencies: EfficiencyTable | None = None) -> Prediction:
+def predict_published_run(
+    run: PublishedRun, efficiencies: EfficiencyTable | None = None
+) -> Prediction:
     """Predict the row's configuration. Unstated settings are the fastest choice that fits, or
     the smallest if none does."""
     efficiency = _find_efficiency(run, efficiencies)
     predictions = [
         predict(run.shape, candidate, run.cluster, efficiency, run.framework)
-        for candidate in list_candidates(run)
+        for candidate in list_row_candidates(run)
     ]
     fitting = [prediction for prediction in predictions if prediction.fits]
     if fitting:
@@ -150,7 +152,7 @@ def predict_run(run: PublishedRun, efficiencies: EfficiencyTable | None = None) 
     return min(predictions, key=lambda prediction: prediction.memory.total)
 
 
-def list_candidates(run: PublishedRun) -> Iterator[Candidate]:
+def list_row_candidates(run: PublishedRun) -> Iterator[Candidate]:
     """Yield the row's candidate or, if it does not state the micro-batch, one candidate per
     possible micro-batch."""
     stated = run.candidate

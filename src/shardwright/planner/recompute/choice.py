@@ -23,9 +23,8 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.prediction import MemoryParts
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import Predictor, build_predictor
 from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.recompute.levels import compute_levels, list_upgrades
 from shardwright.plans import Plan
 from shardwright.units import GIB_BYTES, format_bytes
@@ -82,11 +81,7 @@ def resolve_recompute(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:
         return plan
     check_choosable(plan.shape, plan.precision.kind)
     candidate = build_plan_candidate(recipe, plan)
-    predictor = Predictor(
-        get_recipe_facts(recipe, plan.shape.base_shape),
-        cluster,
-        load_efficiencies().get_efficiency(cluster.accelerator),
-    )
+    predictor = build_predictor(get_recipe_facts(recipe, plan.shape.base_shape), cluster)
     chosen, choice = choose_recompute(predictor, candidate, section)
     return replace(plan, recompute=chosen.recompute, recompute_choice=choice)
 

@@ -15,7 +15,7 @@ from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
 from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.schedule import Action, count_peak_activations, load_schedule
+from shardwright.schedule import Action, Schedule, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
     assign_stages,
@@ -294,11 +294,15 @@ def _load_row(
     schedule = (name, num_ranks, num_micro_batches, virtual_stages)
     if name in PIPELINE_SCHEDULES:
         return build_schedule_row(*schedule, rank)
-    return _load_schedule(*schedule).rows[rank]
+    return load_cached_schedule(*schedule).rows[rank]
 
 
-_load_schedule = lru_cache(maxsize=8)(load_schedule)
-"""A file's ranks are read one after another."""
+@lru_cache(maxsize=512)
+def load_cached_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
+) -> Schedule:
+    """Build a schedule by name or read it from a file, once."""
+    return load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
 
 
 def _list_rank_moments(

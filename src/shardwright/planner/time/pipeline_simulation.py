@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwright.planner.time.pipeline import PipelineStages
+from shardwright.planner.time.pipeline import PipelineStages, load_cached_schedule
 from shardwright.schedule import (
     ActionTimes,
-    Schedule,
-    load_schedule,
     simulate,
     simulate_step_seconds,
 )
@@ -72,7 +70,7 @@ def simulate_micro_batches(
 ) -> float:
     """Return the same for micro-batches that differ: of each, the arguments `seconds` and
     `send_seconds` of `simulate_pipeline`. Simulates all of them, and extrapolates nothing."""
-    schedule = _load_schedule(
+    schedule = load_cached_schedule(
         pipeline.schedule, pipeline.num_ranks, pipeline.num_micro_batches, pipeline.virtual_stages
     )
     kind_of_stage = pipeline.partition.kind_of_stage
@@ -99,7 +97,7 @@ def _simulate_schedule(
     times = _build_action_times(seconds, send_seconds)
     return _extrapolate(
         lambda micro_batches: simulate_step_seconds(
-            _load_schedule(name, num_ranks, micro_batches, virtual_stages), times
+            load_cached_schedule(name, num_ranks, micro_batches, virtual_stages), times
         ),
         num_ranks,
         num_micro_batches,
@@ -209,10 +207,3 @@ def _extrapolate(
     low = measure(short + rest)
     high = measure(long + rest)
     return low + (high - low) / (long - short) * (num_micro_batches - short - rest)
-
-
-@lru_cache(maxsize=512)
-def _load_schedule(
-    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
-) -> Schedule:
-    return load_schedule(name, num_ranks, num_micro_batches, virtual_stages)

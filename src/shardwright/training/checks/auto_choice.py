@@ -1,12 +1,15 @@
 """Meaning of `auto` in a recipe for a run: recorded by it, or agreed on by all ranks.
 
-For `precision`, `model.compile` and `model.fused_pointwise`.
+For `precision`, `model.compile` and `model.fused_pointwise`. The layout of `layout: auto` is chosen
+before the ranks are connected; here they check that they have the same one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,7 +18,7 @@ from shardwright.checkpoint.integrity import list_candidates
 from shardwright.checkpoint.manifest import MAX_VALUES_BYTES, VALUES_NAME, parse_json
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
-from shardwright.errors import ShardwrightError
+from shardwright.errors import InputError, ShardwrightError
 from shardwright.launch.auto_layout import choose_planned_precision
 from shardwright.numerics.bf16 import choose_precision
 from shardwright.numerics.compilation import choose_compilation
@@ -26,8 +29,43 @@ from shardwright.training.rank_sync import RankSync
 AutoPrecision = Literal["fp32", "bf16"]
 
 _KINDS: tuple[AutoPrecision, ...] = ("fp32", "bf16")
+_PLANNED_FIELDS: dict[str, Any] = {
+    "layout": True,
+    "recompute": True,
+    "offload": {"optimizer", "parameters", "activations"},
+    "training": {"micro_batch_size", "gradient_accumulation_steps"},
+    "model": {"compile"},
+}
+"""Fields of a recipe that `layout: auto` may change."""
 _NOT_RECORDED = -1
 _RECORDED_REASON = "the run was started in it"
+
+
+def check_equal_layouts(recipe: Recipe, rank_sync: RankSync) -> None:
+    """Check that all ranks have the same layout, batch, recomputation, offloading and compilation.
+
+    Ranks of torchrun or srun plan `layout: auto` by themselves. Their choices differ if their
+    files of measured step times do. Collective.
+
+    Raises:
+        InputError: On every rank, if the settings of any rank differ from those of rank 0.
+    """
+    settings = recipe.model_dump(mode="json", include=_PLANNED_FIELDS)
+    content = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    # 13 digits are 52 bits, which a float has exactly.
+    hashes = [row[0] for row in rank_sync.gather([float(int(content[:13], 16))])]
+    differing = [rank for rank, each in enumerate(hashes) if each != hashes[0]]
+    if differing:
+        section = recipe.layout.model_dump(exclude_defaults=True)
+        raise InputError(
+            f"ranks 0 and {differing[0]} have different layouts, batches, recomputation, "
+            "offloading or compilation",
+            field="layout",
+            got=f"{section} on rank {rank_sync.rank_environment.rank}",
+            allowed="the same on every rank",
+            remedy="Give every rank the same recipe; with `layout: auto`, the same files of step "
+            "times that `tune` measured ($SHARDWRIGHT_CACHE/steps), or write the degrees",
+        )
 
 
 def agree_on_precision(

@@ -210,7 +210,7 @@ def validate_run(
             got=True,
             remedy="Remove it, or fine-tune without adapters",
         )
-    frozen = match_frozen(recipe.model.freeze, [spec.name for spec in shape.list_parameters()])
+    frozen = match_frozen(recipe.model.freeze, shape)
     _check_optimizer(recipe, plan, shape, frozen)
     if plan.precision.low_precision is not None and should_use_cuda(
         recipe.run.device, field="run.device"

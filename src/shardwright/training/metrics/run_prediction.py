@@ -14,20 +14,21 @@ from statistics import median
 from typing import Any
 
 from shardwright.config.layout import ClusterSection
+from shardwright.errors import InputError
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.prediction import MemoryParts, Prediction
-from shardwright.planner.predictor import Predictor, predict_rank_memory
+from shardwright.planner.predictor import build_predictor, predict_rank_memory
 from shardwright.planner.problem import (
     build_check,
     build_plan_candidate,
     get_recipe_facts,
     restrict_to_runnable,
 )
-from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import PEAK_PRECISIONS
 from shardwright.planner.replanning import NewPlan, replan
+from shardwright.planner.search.result import EQUAL_STEP_SHARE
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.slowdown import (
     RankStep,
@@ -37,6 +38,7 @@ from shardwright.planner.slowdown import (
     find_slow_part,
     split_prediction,
 )
+from shardwright.planner.step_profile import correct_full_rows
 from shardwright.planner.training_rows import TrainingRows, predict_rows
 from shardwright.training.checks.row_lengths import read_training_rows
 from shardwright.training.checks.run_checks import ValidatedRun
@@ -56,7 +58,8 @@ _MEASURED_STEPS = 5
 def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     """Predict memory and time of the plan that runs.
 
-    None if the recipe names no cluster, or quantised products are emulated.
+    Step times that `tune` measured on the same cluster correct the prediction of full rows, as in
+    `plan`. None if the recipe names no cluster, or quantised products are emulated.
 
     Raises:
         InputError: The cluster is unknown, or its size does not match the number of ranks.
@@ -64,11 +67,31 @@ def predict_training_run(validated_run: ValidatedRun) -> Prediction | None:
     recipe = validated_run.recipe
     if recipe.cluster is None or _emulates_low_precision(validated_run):
         return None
-    return _predict_cached(
-        get_recipe_facts(validated_run.recipe, validated_run.shape),
-        build_plan_candidate(recipe, validated_run.plan),
-        recipe.cluster,
-        read_run_rows(validated_run),
+    facts = get_recipe_facts(recipe, validated_run.shape)
+    candidate = build_plan_candidate(recipe, validated_run.plan)
+    rows = read_run_rows(validated_run)
+    prediction = _predict_cached(facts, candidate, recipe.cluster, rows)
+    if rows is not None:
+        return prediction
+    predictor = build_predictor(facts, build_cluster(recipe.cluster, candidate.layout.world_size))
+    try:
+        return correct_full_rows(prediction, predictor, _build_problem(validated_run))
+    except InputError as error:
+        # The prediction is only compared; the run does not depend on a file of the cache.
+        logger.warning("measured step times do not correct the prediction: %s", error)
+        return prediction
+
+
+def _build_problem(validated_run: ValidatedRun) -> PlanningProblem:
+    """Build the problem of planning this training run with all layouts open."""
+    plan = validated_run.plan
+    # Another layout takes free memory of its own.
+    template = build_plan_candidate(validated_run.planned_recipe or validated_run.recipe, plan)
+    return PlanningProblem(
+        template,
+        plan.layout.world_size,
+        plan.batch.global_batch_size,
+        is_allowed=build_check(validated_run.recipe, template),
     )
 
 
@@ -108,9 +131,7 @@ def _predict_cached(
     facts: ModelFacts, candidate: Candidate, section: ClusterSection, rows: TrainingRows | None
 ) -> Prediction:
     """Predict, with a cache: the run folder and the comparison need the same prediction."""
-    cluster = build_cluster(section, candidate.layout.world_size)
-    efficiency = load_efficiencies().get_efficiency(cluster.accelerator)
-    predictor = Predictor(facts, cluster, efficiency)
+    predictor = build_predictor(facts, build_cluster(section, candidate.layout.world_size))
     return predict_rows(predictor, candidate, rows)
 
 
@@ -160,7 +181,7 @@ class PredictionComparison:
             RankStep(row[0], row[1], dict(zip(own.waits, row[2:], strict=True))) for row in rows
         ]
         measured = combine_ranks(ranks, self.validated_run.plan.layout)
-        if self.is_guessed or measured.step <= self.prediction.step_interval[1]:
+        if self.is_guessed or measured.step <= compute_slow_limit(self.prediction):
             return None
         return find_slowdown(self.validated_run, self.prediction, measured)
 
@@ -177,7 +198,7 @@ class PredictionComparison:
                 f"; predicted memory {format_bytes(predicted_bytes)}, "
                 f"measured {format_bytes(memory_bytes)} ({memory_bytes / predicted_bytes - 1:+.0%})"
             )
-        if self.is_guessed:
+        if self.is_guessed and not self.prediction.is_measured:
             text += (
                 "; rates of CPU ranks are guessed: measure these ranks "
                 "with `shardwright doctor --calibrate`, and name the file in cluster.profile"
@@ -202,6 +223,13 @@ def compare_with_prediction(context: RankContext) -> PredictionComparison | None
     )
 
 
+def compute_slow_limit(prediction: Prediction) -> float:
+    """Return the seconds from which a step is slower than predicted: the high end of the
+    interval, which is that of one measurement if `tune` measured these settings. Two runs of the
+    same settings may differ by more."""
+    return max(prediction.step_interval[1], prediction.time.step * (1 + EQUAL_STEP_SHARE))
+
+
 def _compute_median_step(steps: Sequence[RankStep]) -> RankStep:
     """Return the median of every time of some steps of one rank."""
     return RankStep(
@@ -218,7 +246,7 @@ class StepSlowdown:
     measured_seconds: float
     predicted_seconds: float
     high_seconds: float
-    """High end of the prediction's interval."""
+    """Longest step that is not slower than predicted (`compute_slow_limit`)."""
     slow_part: SlowPart
     new_plan: NewPlan
 
@@ -273,28 +301,17 @@ def find_slowdown(
     """Find the part of the measured step that is slow, and the layout that would be faster."""
     recipe = validated_run.recipe
     assert recipe.cluster is not None
-    candidate = prediction.candidate
-    world_size = candidate.layout.world_size
-    cluster = build_cluster(recipe.cluster, world_size)
-    # Another layout takes free memory of its own.
-    template = build_plan_candidate(validated_run.planned_recipe or recipe, validated_run.plan)
-    problem = PlanningProblem(
-        template,
-        world_size,
-        candidate.global_batch_size,
-        is_allowed=build_check(recipe, template),
-    )
+    facts = get_recipe_facts(recipe, validated_run.shape)
+    predictor = build_predictor(facts, build_cluster(recipe.cluster, prediction.num_gpus))
     return StepSlowdown(
         measured.step,
         prediction.time.step,
-        prediction.step_interval[1],
+        compute_slow_limit(prediction),
         find_slow_part(split_prediction(prediction.time), measured),
         replan(
-            get_recipe_facts(validated_run.recipe, validated_run.shape),
-            candidate,
-            cluster,
-            load_efficiencies().get_efficiency(cluster.accelerator),
-            restrict_to_runnable(problem, validated_run.shape),
+            predictor,
+            prediction.candidate,
+            restrict_to_runnable(_build_problem(validated_run), validated_run.shape),
             measured,
             partial(predict_rows, rows=read_run_rows(validated_run)),
         ),

@@ -15,7 +15,10 @@ from shardwright.planner.memory.attention_activations import compute_attention_b
 from shardwright.planner.memory.block_weights import compute_adapter_input_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.published.frameworks import FRAMEWORK_DEFAULTS
-from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
+from shardwright.planner.published.predictions import (
+    compute_reported_memory_bytes,
+    predict_published_run,
+)
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.time.compute import compute_layer_seconds
@@ -189,7 +192,7 @@ def test_adapters_and_their_operations_take_host_time() -> None:
     free = engine.adapter_passes._replace(forward_operations=0, backward_operations=0)
     uncounted = replace(run.candidate, engine=replace(engine, adapter_passes=free))
     speeds = [
-        predict_run(replace(run, candidate=candidate)).tokens_per_second
+        predict_published_run(replace(run, candidate=candidate)).tokens_per_second
         for candidate in (run.candidate, uncounted)
     ]
     # 62 operations of a layer, and 70 of its adapters; without these the device is the limit.
@@ -315,7 +318,7 @@ def test_memory_agrees_with_published_figures(
         "notes": "everything in bf16",
     }
     run = read_case(**defaults | row)
-    predicted = compute_reported_memory_bytes(run, predict_run(run)) / GIB_BYTES
+    predicted = compute_reported_memory_bytes(run, predict_published_run(run)) / GIB_BYTES
     assert predicted == pytest.approx(gib, rel=tolerance)
 
 
@@ -345,7 +348,7 @@ def test_fsdp_offloads_parameters_with_their_states(source: str, notes: str, off
 def test_the_first_fsdp_leaves_shards_of_gradients_on_the_device() -> None:
     row = {"task": "full", "gpus": 2, "zero_stage": 3, "micro_batch": 1, "seq_len": 256}
     found = {
-        (source, sharding): predict_run(
+        (source, sharding): predict_published_run(
             read_case(source=source, notes=f"pure bf16; {sharding}; CPU offload", **row)
         )
         for source, sharding in (
@@ -355,7 +358,9 @@ def test_the_first_fsdp_leaves_shards_of_gradients_on_the_device() -> None:
         )
     }
     gradients = {key: prediction.memory.gradients for key, prediction in found.items()}
-    weights = predict_run(read_case(source="Hugging Face", notes="pure bf16; FSDP", **row)).memory
+    weights = predict_published_run(
+        read_case(source="Hugging Face", notes="pure bf16; FSDP", **row)
+    ).memory
     assert gradients.pop(("Hugging Face", "FSDP")) == weights.weights > 0
     assert set(gradients.values()) == {0.0}
 

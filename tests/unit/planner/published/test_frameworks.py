@@ -25,8 +25,8 @@ from shardwright.planner.published.measurements import (
 )
 from shardwright.planner.published.predictions import (
     compute_reported_memory_bytes,
-    list_candidates,
-    predict_run,
+    list_row_candidates,
+    predict_published_run,
 )
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.memory_traffic import count_adapter_bytes
@@ -276,10 +276,11 @@ def test_sequences_stay_unreleased_only_if_memory_suffices() -> None:
     with_space = read_case(**row, micro_batch=1)
     full = read_case(**row, micro_batch=32)
     assert [
-        candidate.engine.num_unreleased_sequences > 0 for candidate in list_candidates(with_space)
+        candidate.engine.num_unreleased_sequences > 0
+        for candidate in list_row_candidates(with_space)
     ] == [True, False]
-    assert predict_run(with_space).candidate.engine.num_unreleased_sequences > 0
-    assert predict_run(full).candidate.engine.num_unreleased_sequences == 0
+    assert predict_published_run(with_space).candidate.engine.num_unreleased_sequences > 0
+    assert predict_published_run(full).candidate.engine.num_unreleased_sequences == 0
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_a_single_micro_batch_leaves_the_sequences_of_its_forward_pass(
     run = read_case(**row | {"global_batch": global_batch})
     loaded, without = (
         predict_rank_memory(get_model_facts(run.shape), candidate)[0].activations
-        for candidate in list_candidates(run)
+        for candidate in list_row_candidates(run)
     )
     assert loaded - without == num_unreleased * 4096 * 4096 * 2  # 18 layers
 
@@ -378,10 +379,10 @@ def test_nanotrons_pipelines_with_few_copies_and_zero_0_polled(
 def test_layers_in_bf16_save_bf16_activations() -> None:
     row = {"source": "torchtitan", "gpu": "B200", "gpus": 4, "recompute": "selective"}
     all_bf16, all_fp4 = (
-        predict_run(read_case(**row, precision=precision)).memory.activations
+        predict_published_run(read_case(**row, precision=precision)).memory.activations
         for precision in ("bf16", "nvfp4")
     )
-    mixed = predict_run(
+    mixed = predict_published_run(
         read_case(**row, precision="nvfp4", notes="NVFP4 layers 0-23")
     ).memory.activations
     assert all_fp4 < all_bf16
@@ -395,10 +396,14 @@ def test_frozen_matrices_save_no_inputs() -> None:
         for targets in ("q_proj, v_proj", "all-linear")
     )
     assert (
-        predict_run(attention).memory.activations < 0.9 * predict_run(all_linear).memory.activations
+        predict_published_run(attention).memory.activations
+        < 0.9 * predict_published_run(all_linear).memory.activations
     )
     full = read_case(**adapters | {"task": "full"})
-    assert predict_run(all_linear).memory.activations < predict_run(full).memory.activations
+    assert (
+        predict_published_run(all_linear).memory.activations
+        < predict_published_run(full).memory.activations
+    )
 
 
 _QWEN_7B = {
@@ -479,7 +484,9 @@ def test_memory_of_fine_tuning_agrees_with_published_figures(
     row: dict[str, object], gigabytes: float
 ) -> None:
     published = read_case(**{"gpu": "A100-80GB", "gpus": 1, "mem_metric": "nvidia-smi", **row})
-    predicted = compute_reported_memory_bytes(published, predict_run(published)) / GIB_BYTES
+    predicted = (
+        compute_reported_memory_bytes(published, predict_published_run(published)) / GIB_BYTES
+    )
     assert predicted == pytest.approx(gigabytes / 1.0737, rel=0.1)
 
 
@@ -532,7 +539,7 @@ def test_adapters_on_one_gpu_are_as_fast_as_published(
 ) -> None:
     """NeMo Automodel's performance summary: H100, bf16, LoRA, rows of 4,096 tokens."""
     run = read_case(model_name=model, gpus=1, task="lora", source="NeMo Automodel")
-    predicted = predict_run(run).tokens_per_second_per_gpu
+    predicted = predict_published_run(run).tokens_per_second_per_gpu
     assert predicted == pytest.approx(tokens_per_second, rel=tolerance)
 
 
@@ -563,9 +570,9 @@ def test_megatron_recomputes_only_attention_scores_selectively() -> None:
 def test_states_in_bf16_take_eight_bytes_with_any_trainer(framework: str) -> None:
     for note in ("bf16 optimizer states", "pure bf16", "weights and states in bf16"):
         run = read_case(gpus=1, zero_stage=0, notes=f"{framework}; {note}", recompute="full")
-        parts = predict_run(run).memory
+        parts = predict_published_run(run).memory
         total = parts.weights + parts.gradients + parts.optimizer
         assert total <= 8.01 * run.shape.num_parameters
     mixed = read_case(gpus=1, zero_stage=0, notes=f"{framework}; bf16", recompute="full")
-    parts = predict_run(mixed).memory
+    parts = predict_published_run(mixed).memory
     assert parts.weights + parts.optimizer > 10 * mixed.shape.num_parameters

@@ -17,10 +17,10 @@ from shardwright.planner.published.measurements import (
     read_rows,
 )
 from shardwright.planner.published.predictions import (
-    list_candidates,
+    list_row_candidates,
     predict_least_memory,
+    predict_published_run,
     predict_row,
-    predict_run,
 )
 from tests.unit.planner.published.rows import OUTCOMES, ROW
 
@@ -280,7 +280,7 @@ def test_notes_describe_offloading_to_the_host_and_a_loss_in_tiles() -> None:
         "host",
         1024,
     )
-    seconds = [predict_run(run).time.optimizer for run in (resident, offloaded)]
+    seconds = [predict_published_run(run).time.optimizer for run in (resident, offloaded)]
     # 48 bytes of each of 13 billion parameters at 47% of 410 GB/s, and copies of fp32 gradients and
     # weights of an eighth of them at 25 GB/s.
     assert seconds[1] == pytest.approx(13.0 * (48 / (0.47 * 410) + 8 / 8 / 25), rel=0.02)
@@ -335,8 +335,8 @@ def test_a_row_that_fits_uses_at_most_the_memory_of_the_device() -> None:
     least = predict_least_memory(run)
     without = predict_least_memory(stated)
     assert least.fits
-    assert least.time == without.time == predict_run(stated).time
-    assert without.memory == predict_run(stated).memory
+    assert least.time == without.time == predict_published_run(stated).time
+    assert without.memory == predict_published_run(stated).memory
     assert least.memory.activations < without.memory.activations / 2
 
 
@@ -400,7 +400,7 @@ def test_a_row_without_a_batch_allows_every_micro_batch() -> None:
     }
     assert sorted(
         candidate.micro_batch_size
-        for candidate in list_candidates(read_published_run("x", extract_configuration(row)))
+        for candidate in list_row_candidates(read_published_run("x", extract_configuration(row)))
     ) == [1, 2, 4, 8, 16]
 
 

@@ -17,7 +17,10 @@ from shardwright.planner.published.nanotron_allocations import (
     simulate_reserved_bytes,
 )
 from shardwright.planner.published.nanotron_memory import has_simulated_memory
-from shardwright.planner.published.predictions import compute_reported_memory_bytes, predict_run
+from shardwright.planner.published.predictions import (
+    compute_reported_memory_bytes,
+    predict_published_run,
+)
 from shardwright.units import GIB_BYTES
 from tests.unit.planner.published.rows import ROW
 
@@ -69,7 +72,7 @@ def read_run(**changes: object) -> PublishedRun:
 
 def report_gib(**changes: object) -> float:
     run = read_run(**changes)
-    return compute_reported_memory_bytes(run, predict_run(run)) / GIB_BYTES
+    return compute_reported_memory_bytes(run, predict_published_run(run)) / GIB_BYTES
 
 
 def test_each_micro_batch_in_flight_saves_its_activations() -> None:

@@ -9,7 +9,7 @@ from shardwright.planner.published.measurements import (
     extract_configuration,
     read_published_run,
 )
-from shardwright.planner.published.predictions import predict_run
+from shardwright.planner.published.predictions import predict_published_run
 from tests.unit.planner.published.rows import ROW
 
 
@@ -49,7 +49,7 @@ def test_a_dispatch_kernel_sends_a_token_once_to_a_node() -> None:
     run = read_automodel_run(model_name="Qwen3 MoE 30B", ep="64", notes="torchtitan; DeepEP")
     plain = read_automodel_run(model_name="Qwen3 MoE 30B", ep="64", source="", notes="torchtitan")
     assert (run.conventions.has_node_dispatch, plain.conventions.has_node_dispatch) == (True, False)
-    assert predict_run(run).time.expert < 0.8 * predict_run(plain).time.expert
+    assert predict_published_run(run).time.expert < 0.8 * predict_published_run(plain).time.expert
 
 
 def test_kernels_of_sinks_and_experts_are_those_of_megatron() -> None:
