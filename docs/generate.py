@@ -138,6 +138,8 @@ def _describe_values(property_schema: dict[str, Any], definitions: dict[str, Any
         return f"`{_format_value(property_schema['const'])}`"
     if property_schema.get("type") == "array":
         return f"a list of {_describe_values(property_schema.get('items', {}), definitions)}"
+    if property_schema.get("format") == "size":
+        return "a size such as `64MiB`"
     limits = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     bounds = [
         f"{sign} {property_schema[key]:g}" for key, sign in limits.items() if key in property_schema

@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
 GIB_BYTES = 1024**3
 MIB_BYTES = 1024**2
+
+SIZE_PATTERN = r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(B|kB|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*$"
+_BYTES_OF_UNIT = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for base, suffix in ((1000, "B"), (1024, "iB"))
+    for power, letter in enumerate("KMGT", start=1)
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number with a unit, decimal (`MB`) or binary (`MiB`), to bytes.
+
+    >>> parse_bytes("64MiB"), parse_bytes("1.5 GiB"), parse_bytes("10GB")
+    (67108864, 1610612736, 10000000000)
+
+    Raises:
+        ValueError: The text has another form, or is not a whole number of bytes. The unit is
+            required, because `64M` could be either.
+    """
+    match = re.match(SIZE_PATTERN, text)
+    if match is None:
+        raise ValueError(
+            "as text it must be a number with a unit: B, kB, MB, GB, TB (powers of 1000), KiB, "
+            "MiB, GiB or TiB (powers of 1024), e.g. 64MiB"
+        )
+    unit = match[2][0].upper() + match[2][1:]
+    num_bytes = Fraction(match[1]) * _BYTES_OF_UNIT[unit]
+    if num_bytes.denominator != 1:
+        raise ValueError(
+            f"{float(num_bytes):,.2f} bytes are not a whole number; use a smaller unit"
+        )
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:

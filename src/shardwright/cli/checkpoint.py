@@ -28,7 +28,7 @@ from shardwright.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry
 from shardwright.checkpoint.run_values import parse_values, read_values_file
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.options import JsonOutput
-from shardwright.cli.output.console import open_console
+from shardwright.cli.output.console import open_console, print_table
 from shardwright.cli.output.json_output import print_json
 from shardwright.control_characters import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
@@ -83,7 +83,7 @@ def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) 
         counts = [str(row.get(key, "")) for key in ("num_tensors", "world_size")]
         size = format_bytes(row["size_bytes"]) if "size_bytes" in row else ""
         table.add_row(row["name"], ", ".join(row["pointers"]), size, *counts, row["problem"] or "")
-    open_console().print(table)
+    print_table(open_console(), table)
 
 
 @app.command("verify")

@@ -11,7 +11,7 @@ import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.cli.output.json_output import fail_check, print_json
-from shardwright.cli.output.page_output import HtmlOutput, write_page
+from shardwright.cli.output.page_output import HtmlOutput, check_output_file, write_page
 from shardwright.config import load_recipe
 from shardwright.config.layout import LayoutSection
 from shardwright.config.recipe_loading import parse_layout
@@ -143,7 +143,11 @@ def doctor_command(
         should_calibrate=calibrate is not None,
         budget_seconds=budget,
     )
-    if calibrate is not None and (ranks is None or ranks.rank == 0):
+    is_writer = ranks is None or ranks.rank == 0
+    for option, file in (("--calibrate", calibrate), ("--html", html)):
+        if is_writer and file is not None:
+            check_output_file(file, option=option)
+    if calibrate is not None and is_writer:
         sys.stderr.write(
             "Measuring rates for the planner: "
             f"at most {budget:g} s in addition to the usual checks\n"
@@ -238,7 +242,6 @@ def _print_diagnosis(
     if calibrate is not None:
         profile = build_profile(diagnosis, request)
         try:
-            calibrate.parent.mkdir(parents=True, exist_ok=True)
             save_profile(profile, calibrate)
         except OSError as error:
             raise InputError(

@@ -125,7 +125,8 @@ def _words_to_complete() -> list[str]:
 
 
 def _report_os_error(error: OSError, *, as_json: bool) -> ExitCode:
-    """Print an error of a path or of a full disk as one message, any other with its traceback."""
+    """Print an error of a path, its permissions or a full disk as one message, any other with its
+    traceback."""
     reported: ShardwrightError
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         path = str(error.filename)
@@ -135,6 +136,13 @@ def _report_os_error(error: OSError, *, as_json: bool) -> ExitCode:
             else f"{path[:_MAX_SHOWN_CHARACTERS]}... ({len(path):,} characters)"
         )
         reported = InputError(f"the path cannot be resolved: {error.strerror}", got=shown)
+    elif error.errno == errno.EACCES and error.filename:
+        reported = InputError(
+            f"cannot be opened: {error.strerror}",
+            field="path",
+            got=str(error.filename),
+            remedy="Ask its owner for access, or name another path",
+        )
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = error.filename or "a file or the standard output"  # a write does not name its file
         reported = RunFailed(

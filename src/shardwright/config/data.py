@@ -12,6 +12,7 @@ from shardwright.config.recipe_section import (
     NonNegative,
     PathText,
     Positive,
+    PositiveBytes,
     RecipeSection,
 )
 
@@ -84,7 +85,7 @@ class StreamingSection(RecipeSection):
     """Streaming of the training sources: their files are read when they are needed, not all
     before the start."""
 
-    cache_bytes: Positive = 64 * 1024**3
+    cache_bytes: PositiveBytes = 64 * 1024**3
     """Limit of the tokenised files, and of those being fetched, in the folder `streamed` of the
     cache. Runs that share the folder share them. It must fit `window_files` tokenised files and
     one being fetched; with twice as many, the next ones are read ahead."""

@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from shardwright.config.recipe_section import NonNegative, PathText, Positive, RecipeSection
+from shardwright.config.recipe_section import (
+    NonNegative,
+    PathText,
+    Positive,
+    PositiveBytes,
+    RecipeSection,
+)
 
 SETTINGS_WITH_AUTO = frozenset(
     {"wrap_blocks", "prefetch_depth", "max_gathers_in_flight", "bucket_size_bytes"}
@@ -74,7 +80,7 @@ class LayoutSection(RecipeSection):
     max_gathers_in_flight: Positive = 2
     """Maximum number of groups whose full parameters exist at once, including the one in use;
     limits prefetching."""
-    bucket_size_bytes: Positive = 25 * 1024**2
+    bucket_size_bytes: PositiveBytes = 25 * 1024**2
     """Approximate size of the buckets in which zero_stage 0 reduces gradients during the
     backward pass."""
 

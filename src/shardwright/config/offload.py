@@ -6,13 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.recipe_section import LocalFolderText, RecipeSection
+from shardwright.config.recipe_section import LocalFolderText, RecipeSection, SizeWithUnit
 
 OffloadTier = Literal["none", "host", "disk"]
 UpdatePlace = Literal["auto", "device", "host"]
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 DISK_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket of state on disk, for buffers that are 4 to 16 times as large."""
+_BufferBytes = Annotated[int, Field(ge=4096, le=2**32, multiple_of=4096, strict=True)]
+"""Buffers are multiples of the unit of direct I/O."""
+_AheadBytes = Literal["auto"] | Annotated[int, Field(ge=0, le=2**40, strict=True)]
 _BUCKETS_READ_AHEAD = 32
 """Number of buckets that are read ahead, if buffers of `buffer_bytes` would be more. With half as
 many the last block waits longer (docs/decisions/0238-equal-buckets-and-one-launch-each.md)."""
@@ -44,7 +47,7 @@ class OffloadSection(RecipeSection):
     dir: LocalFolderText | None = None
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
-    buffer_bytes: Annotated[int, Field(ge=4096, le=2**32, strict=True)] = DEFAULT_BUFFER_BYTES
+    buffer_bytes: Annotated[_BufferBytes, SizeWithUnit()] = DEFAULT_BUFFER_BYTES
     """Size of a staging buffer: a multiple of 4096. State in host memory moves in buckets of this
     size, with CUDA through three in device memory. State on disk moves in buckets of 4 MiB, but
     at least a sixteenth and at most a quarter of this size, through the memory of three buffers on
@@ -53,7 +56,7 @@ class OffloadSection(RecipeSection):
     move fewer bytes.
     `activations: disk` has two buffers in host memory; `parameters: disk` has one, for trained
     weights two."""
-    read_ahead_bytes: Literal["auto"] | Annotated[int, Field(ge=0, le=2**40, strict=True)] = "auto"
+    read_ahead_bytes: Annotated[_AheadBytes, SizeWithUnit()] = "auto"
     """Device memory beyond the three buffers for moments in host memory that are read during the
     passes before an update on the device, which then waits for fewer. `auto` is what remains free
     of the device at the start of a run, at most half of a rank's moments; 0 in a plan. Buckets are
@@ -75,8 +78,6 @@ class OffloadSection(RecipeSection):
                 "`read_ahead_bytes` is for moments in host memory that the device updates: set "
                 "`optimizer: host` without `update_on: host`, or remove `read_ahead_bytes`"
             )
-        if self.buffer_bytes % 4096:
-            raise ValueError("`buffer_bytes` must be a multiple of 4096, the unit of direct I/O")
         return self
 
     @property

@@ -16,7 +16,7 @@ from shardwright.config.layout import ClusterSetting, LayoutSection, LayoutSetti
 from shardwright.config.model import ModelSection, MoeSection, TokenizerSection
 from shardwright.config.offload import OffloadSection
 from shardwright.config.preference import PreferenceSection
-from shardwright.config.recipe_section import NonNegative, RecipeSection
+from shardwright.config.recipe_section import NonNegative, PositiveGib, RecipeSection
 from shardwright.config.run import CheckpointSection, ElasticSection, RunSection, WatchdogSection
 from shardwright.config.training import (
     EvaluationSection,
@@ -35,7 +35,7 @@ RecomputeMode = Literal["none", "selective", "full", "mixed"]
 class RecomputeSection(RecipeSection):
     """Recomputation that the plan chooses for each layer."""
 
-    budget_gib: Annotated[float, Field(strict=True, gt=0, le=1e6)] | None = None
+    budget_gib: PositiveGib | None = None
     """Memory of a device, in GiB, that a step may need as predicted; default all that the device
     has."""
 

@@ -206,6 +206,8 @@ def _parse_layout_value(key: str, value: str, item: str) -> int | bool | str:
                 "missing value", field=f"--layout {key}", got=item, allowed=f"e.g. {key}={default}"
             )
         return value
+    if key.endswith("_bytes") and value and not value.isdigit():
+        return value  # with a unit
     if not re.fullmatch(r"[0-9]{1,18}", value):
         got = _shorten_with_position(value or item, None)
         raise LayoutError(
@@ -297,8 +299,14 @@ def _build_recipe_error(
     inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
     # A list is also reported as too short if its items are invalid: report only the items.
     items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]
-    # A value that may be true, false or auto is reported twice.
-    items = [item for item in items if item["loc"][-1:] != ("bool",)]
+    # A value that may be `auto` or of another type is reported twice.
+    numbers = {item["loc"][:-1] for item in items if item["loc"][-1:] == (_INTEGER_TYPE,)}
+    items = [
+        item
+        for item in items
+        if item["loc"][-1:] != ("bool",)
+        and not (item["loc"][-1:] == (_AUTO_TYPE,) and item["loc"][:-1] in numbers)
+    ]
     # A misspelled key is often the cause of the other errors: of a missing one, for example.
     items.sort(key=lambda item: item["type"] != "extra_forbidden")
     complaints = [_build_field_error(item, root, locate) for item in items]
@@ -319,7 +327,8 @@ def _build_recipe_error(
 _EXPONENT = re.compile(r"[+-]?\d+e[+-]?\d+", re.IGNORECASE)
 """Numbers of YAML 1.2 that are text in YAML 1.1."""
 _AUTO_TYPE = "literal['auto']"
-_UNION_TYPES = (RecomputeSection.__name__, _AUTO_TYPE)
+_INTEGER_TYPE = "constrained-int"
+_UNION_TYPES = (RecomputeSection.__name__, _AUTO_TYPE, _INTEGER_TYPE)
 """Parts that pydantic adds to the location of a value with several types."""
 _PROBLEMS = {
     "literal_error": ("not an allowed value", "{expected}"),
@@ -327,8 +336,9 @@ _PROBLEMS = {
     "greater_than_equal": ("too small", "greater than or equal to {ge}"),
     "less_than": ("too large", "less than {lt}"),
     "less_than_equal": ("too large", "less than or equal to {le}"),
+    "multiple_of": ("not a multiple of {multiple_of}", "multiples of {multiple_of}"),
     "int_parsing": ("not a whole number", "e.g. 8, without quotes"),
-    "int_type": ("not a whole number", "e.g. 8, without quotes"),
+    "int_type": ("not a whole number", "e.g. 8, without quotes or decimals"),
     "int_from_float": ("not a whole number", "e.g. 8, without decimals"),
     "float_parsing": ("not a number", "e.g. 0.001 or 1e-3, without quotes"),
     "float_type": ("not a number", "e.g. 0.001 or 1e-3, without quotes"),
@@ -370,7 +380,7 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
         return RecipeError(
             str(item["ctx"]["error"]),
             field=field or "recipe",
-            got=got if isinstance(item["input"], str) else place,
+            got=place if isinstance(item["input"], Mapping | BaseModel) else got,
         )
     if kind == "model_type":
         keys = ", ".join(_get_section_fields(root, location))
@@ -384,10 +394,15 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
 
 def _translate_problem(item: Any) -> tuple[str, str | None]:
     """Return the problem of one of pydantic's errors in our words, and what is allowed."""
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]), None
     problem, allowed = _PROBLEMS.get(item["type"], (str(item["msg"]), None))
     if item["loc"][-1] == _AUTO_TYPE:
         allowed = "true, false or {expected}"
-    return problem, allowed and allowed.format(**item.get("ctx", {}))
+    elif item["loc"][-1] == _INTEGER_TYPE:
+        allowed = f"{allowed}, or 'auto'"
+    context = item.get("ctx", {})
+    return problem.format(**context), allowed and allowed.format(**context)
 
 
 def _get_section_fields(root: type[BaseModel], location: list[str]) -> dict[str, Any]:

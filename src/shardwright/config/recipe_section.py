@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from shardwright.units import GIB_BYTES, SIZE_PATTERN, parse_bytes
 
 _MAX_PATH_BYTES = 4095
 _MAX_PART_BYTES = 255
@@ -47,6 +58,38 @@ LocalFolderText = Annotated[PathText, AfterValidator(_check_local)]
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Fraction = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True)
+class SizeWithUnit:
+    """Annotation of a size: a number in the key's unit, or text with its own (`64MiB`)."""
+
+    key_unit_bytes: int = 1
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, str) and value != "auto":
+            num_bytes = parse_bytes(value)
+            return num_bytes if self.key_unit_bytes == 1 else num_bytes / self.key_unit_bytes
+        return value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Parse text before the type and the bounds of the annotated type are checked."""
+        return core_schema.no_info_before_validator_function(self._read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Allow the annotated type, or text with a unit."""
+        text = {"type": "string", "pattern": SIZE_PATTERN, "format": "size"}
+        return {"anyOf": [handler(schema), text]}
+
+
+PositiveBytes = Annotated[Positive, SizeWithUnit()]
+"""A positive number of bytes."""
+PositiveGib = Annotated[float, Field(strict=True, gt=0, le=1e6), SizeWithUnit(GIB_BYTES)]
+"""A positive number of GiB."""
 
 
 class RecipeSection(BaseModel):

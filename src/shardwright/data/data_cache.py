@@ -84,7 +84,7 @@ def build_once(
             f"the cache of tokenised data cannot be written: {error.strerror or error}",
             field="data.cache_dir",
             got=str(error.filename or folder),
-            remedy="Free space there, or set another folder (or SHARDWRIGHT_CACHE)",
+            remedy="Name a folder that is writable and has space (or set SHARDWRIGHT_CACHE)",
         ) from error
     return folder
 

@@ -316,7 +316,8 @@ def parse_cluster(
         profile: measured rates; its memory and memory bandwidth replace the catalogue's.
 
     Raises:
-        InputError: an unknown accelerator or link (with the closest names), or no machine.
+        InputError: an unknown accelerator or link (with the closest names), no machine, or rates
+            of CPUs for GPUs or the reverse.
 
     >>> cluster = parse_cluster("8xH100-80GB", num_nodes=4, link="ib400")
     >>> cluster.name, cluster.num_gpus, cluster.intra.name
@@ -329,6 +330,7 @@ def parse_cluster(
     domain = node.domain_size if node.domain_size > node.num_accelerators else count
     accelerator = node.accelerator
     if profile is not None:
+        _check_profile_kind(profile, accelerator)
         accelerator = replace(
             accelerator,
             memory_bytes=profile.memory_bytes,
@@ -342,6 +344,20 @@ def parse_cluster(
         inter=find_link(link, count) if link else usual_inter,
         domain_size=domain,
         profile=profile,
+    )
+
+
+def _check_profile_kind(profile: MeasuredProfile, accelerator: Accelerator) -> None:
+    """Refuse rates of CPUs for GPUs, and the reverse: every predicted time would be wrong."""
+    measured = profile.catalog_name
+    if measured not in list_accelerators() or find_accelerator(measured).kind == accelerator.kind:
+        return
+    raise InputError(
+        "the rates were measured on a device of another kind than the cluster's",
+        field="profile",
+        got=f"rates of {profile.accelerator}",
+        allowed=f"rates of {accelerator.name}",
+        remedy="Run `shardwright doctor --calibrate` on such a device, or omit the profile",
     )
 
 

@@ -23,6 +23,7 @@ from subprocess import Popen
 from types import FrameType
 
 from shardwright.errors import ExitCode
+from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE
 from shardwright.launch.stop_signals import STOP_SIGNALS
 
 PEER_SECONDS = 30.0
@@ -70,6 +71,7 @@ def run_node_ranks(
     with _forward_stop_signals() as processes:
         for local_rank in range(ranks.num_ranks):
             environment = os.environ | ranks.build_environment(local_rank)
+            environment[LAUNCHER_VARIABLE] = str(os.getpid())
             processes.append(Popen(list(command), env=environment))
         statuses = _wait_for_ranks(processes, peer_seconds)
     for local_rank, status in sorted(statuses.items()):

@@ -29,6 +29,7 @@ CONTROL_VARIABLE = "SHARDWRIGHT_CONTROL_DIR"
 """Environment variable with the folder through which launcher and ranks exchange files."""
 LAUNCHER_VARIABLE = "SHARDWRIGHT_LAUNCHER"
 """Environment variable with the launcher's process id."""
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 STOP_FILE_NAME = "stop"
 """File in that folder that requests a stop, also of ranks that cannot be signalled yet. It has the
 number of the signal."""
@@ -59,6 +60,17 @@ def get_control_folder() -> Path | None:
 def get_launcher_pid() -> int:
     """Return the process id of this rank's launcher, or of its parent without a launcher."""
     return int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
+
+
+def find_launcher_pid() -> int | None:
+    """Return the process id of the launcher that ends this rank with itself, or None.
+
+    That is our own launcher, or torchrun. The parent of another rank may end before it, as the
+    shell of an ssh session does.
+    """
+    if LAUNCHER_VARIABLE in os.environ or _TORCHRUN_VARIABLE in os.environ:
+        return get_launcher_pid()
+    return None
 
 
 def get_outcome_path(control: Path, rank: int) -> Path:
@@ -245,12 +257,16 @@ def is_lost_peer_message(message: str) -> bool:
 
 
 def extract_first_line(message: str) -> str:
-    """Return the first line, without gloo's source file before it and c10d's stack after it.
+    """Return the first line, without gloo's source file before it, gloo's general advice and c10d's
+    stack after it.
 
     >>> extract_first_line("[/gloo/tcp/pair.cc:78] Timed out waiting 5000ms for recv\\nException")
     'Timed out waiting 5000ms for recv'
+    >>> extract_first_line("Connection reset by peer. This is typically caused by a remote worker")
+    'Connection reset by peer'
     """
-    return re.sub(r"^\[[^\]]*\] *", "", message.partition("\n")[0])
+    line = re.sub(r"^\[[^\]]*\] *", "", message.partition("\n")[0])
+    return line.partition(". This is typically caused by ")[0]
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from shardwright.launch.rank_environment import (
     detect_rank_environment,
     is_restart,
 )
+from shardwright.launch.rank_outcome import find_launcher_pid
 from shardwright.launch.rank_processes import RankProcesses
-from shardwright.launch.stop_signals import StopRequest, listen_for_stop
+from shardwright.launch.stop_signals import StopRequest, listen_for_stop, stop_when_parent_exits
 from shardwright.launch.world_sizes import WorldSizes
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
@@ -118,6 +119,13 @@ def train(
                     open_progress=open_progress,
                 )
     return _build_run_summary(folder.path) if ranks is None or ranks.is_main_rank else None
+
+
+def _watch_launcher(stop: StopRequest) -> AbstractContextManager[None]:
+    """Request a stop if the launcher of this rank is killed: it forwards no signal then, and its
+    ranks would train on and hold the devices and the run folder."""
+    launcher_pid = find_launcher_pid()
+    return nullcontext() if launcher_pid is None else stop_when_parent_exits(stop, launcher_pid)
 
 
 def _check_launched_ranks(recipe: Recipe, ranks: RankEnvironment, num_ranks: int | None) -> None:

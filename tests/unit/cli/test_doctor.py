@@ -70,11 +70,21 @@ def test_the_tables_fit_and_show_remedies(width: int) -> None:
         (["--layout", "speed=3"], "--layout"),
         (["--checklist", "r.yaml", "--recipe", "r.yaml"], "--checklist"),
         (["--recipe", "no-such.yaml"], "no-such.yaml"),
+        (["--calibrate", "/proc/no/rates.json"], "--calibrate"),
+        (["--calibrate", "/"], "--calibrate"),
+        (["--html", "/dev/null/page.html"], "--html"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
-    words: list[str], field: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    field: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def examine(*_arguments: object) -> None:
+        pytest.fail("an examination has begun")
+
+    monkeypatch.setattr("shardwright.doctor.diagnosis.examine", examine)
     assert run(["doctor", *words]) == ExitCode.WRONG_INPUT
     assert field in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -58,6 +59,20 @@ def test_unexpected_errors_exit_with_3_and_ctrl_c_with_130(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_a_path_without_permission_is_wrong_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def schema() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/theirs/checkpoints")
+
+    monkeypatch.setattr("shardwright.cli.schema.schema_command", schema)
+    assert run(["schema"]) == ExitCode.WRONG_INPUT
+    assert capsys.readouterr().err == (
+        "error: path: cannot be opened: Permission denied (got /theirs/checkpoints). Ask its owner "
+        "for access, or name another path\n"
+    )
 
 
 @pytest.mark.parametrize("words", [["schema"], ["schema", "--json"]])

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 import shardwright
 from shardwright.cli.main import run
-from shardwright.cli.output.console import open_console
+from shardwright.cli.output.console import open_console, print_table
 from shardwright.cli.output.text_streams import escape_unencodable
 
 MARKUP_AND_CODES = "[/x] [bold]b[/] :smile: \x1b[2J \ud800"
@@ -62,3 +63,14 @@ def test_no_verb_creates_its_own_console() -> None:
         )
     }
     assert creators == {"cli/output/console.py", "telemetry/terminal.py"}
+
+
+def test_tables_keep_their_columns_in_narrow_terminals() -> None:
+    table = Table("layout", "step", box=None)
+    table.add_row("tensor parallelism over 8 ranks", "8.76 ms")
+    printed = io.StringIO()
+    console = Console(file=printed, width=20)
+    print_table(console, table)
+    print_table(Console(file=printed, width=200), table)
+    assert printed.getvalue().count("tensor parallelism over 8 ranks") == 2
+    assert printed.getvalue().count("8.76 ms") == 2

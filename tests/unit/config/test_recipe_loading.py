@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from shardwright.config import apply_overrides, dump_recipe, load_recipe, parse_layout
+from shardwright.config import Recipe, apply_overrides, dump_recipe, load_recipe, parse_layout
+from shardwright.config.recipe import RecomputeSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.errors import LayoutError, RecipeError
 
@@ -132,6 +134,17 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
         (change_section("data", sources=3), "data.sources", "not a list"),
         ({**MINIMAL, "model": {"config": "llama"}}, "model.config", "not a mapping"),
         (change_section("model", compile="maybe"), "model.compile", "true, false or 'auto'"),
+        (
+            change_section("model", loss_chunk_tokens=-1),
+            "model.loss_chunk_tokens",
+            "too small (got -1; allowed: greater than 0, or 'auto')",
+        ),
+        (
+            change_section("watchdog", slow_steps=7),
+            "watchdog.slow_steps",
+            "not a multiple of 3 (got 7; allowed: multiples of 3)",
+        ),
+        ({**MINIMAL, "recompute": 5}, "recompute", "{budget_gib: N} (got 5)"),
         (change_section("training", learning_rate=True), "training.learning_rate", "not a number"),
     ],
 )
@@ -207,6 +220,45 @@ def test_a_path_below_an_unknown_home_folder_is_refused(monkeypatch: pytest.Monk
         validate_recipe(MINIMAL | {"run": {"dir": "~/runs/one"}})
 
 
+def test_sizes_are_numbers_or_text_with_a_unit() -> None:
+    recipe = validate_recipe(
+        MINIMAL
+        | {
+            "offload": {"optimizer": "host", "buffer_bytes": "4MiB", "read_ahead_bytes": "1.5 GiB"},
+            "layout": {"bucket_size_bytes": "10kB"},
+            "recompute": {"budget_gib": "512MiB"},
+        }
+    )
+    assert recipe.offload.buffer_bytes == 4 * 2**20
+    assert recipe.offload.read_ahead_bytes == 3 * 2**29
+    assert recipe.layout.bucket_size_bytes == 10_000
+    assert recipe.recompute == RecomputeSection(budget_gib=0.5)
+    assert parse_layout("bucket_size_bytes=1MB") == {"bucket_size_bytes": "1MB"}
+    schema = Recipe.model_json_schema()["$defs"]["OffloadSection"]["properties"]["buffer_bytes"]
+    number, text = schema["anyOf"]
+    assert (number["type"], number["multipleOf"]) == ("integer", 4096)
+    assert re.match(text["pattern"], "4MiB")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("buffer_bytes", "64M", "number with a unit.*got '64M'"),
+        ("buffer_bytes", "-4MiB", "number with a unit.*got '-4MiB'"),
+        ("buffer_bytes", "0.3KiB", "307.20 bytes are not a whole number.*got '0.3KiB'"),
+        ("buffer_bytes", "5kB", "not a multiple of 4096 .got 5000"),
+        ("buffer_bytes", "auto", "not a whole number .got 'auto'"),
+        ("buffer_bytes", 4096.0, "not a whole number .got 4096.0; .*or decimals"),
+        ("read_ahead_bytes", -1, "too small .got -1; .*or 'auto'.$"),
+        ("read_ahead_bytes", "all", "number with a unit.*got 'all'.$"),
+    ],
+)
+def test_wrong_sizes_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        validate_recipe(change_section("offload", optimizer="host", **{key: value}))
+    assert caught.value.field == f"offload.{key}"
+
+
 def test_environment_variables_are_expanded_or_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +278,12 @@ def test_environment_variables_are_expanded_or_required(
 def test_invalid_layouts_are_refused(text: str) -> None:
     with pytest.raises(LayoutError):
         parse_layout(text)
+
+
+@pytest.mark.parametrize("text", ["=25M", "=0KiB", "=", ""])
+def test_invalid_sizes_in_layouts_are_refused(text: str) -> None:
+    with pytest.raises(LayoutError):
+        parse_layout(f"bucket_size_bytes{text}")
 
 
 @pytest.mark.parametrize("override", ["training", "=3", "seed.x=1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def test_a_profile_without_attention_rates_loads(tmp_path: Path) -> None:
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert CollectiveRate("all_reduce", 4, 4, 1_000_000, 1.0).bus_bytes_per_second == 1_500_000
     assert CollectiveRate("all_gather", 4, 4, 1_000_000, 1.0).bus_bytes_per_second == 750_000
+
+
+def test_rates_of_cpus_are_refused_for_gpus_and_the_reverse() -> None:
+    on_cpu = replace(PROFILE, accelerator="x86_64", catalog_name="EPYC-9654")
+    assert parse_cluster("2xCPU", profile=on_cpu).profile == on_cpu
+    with pytest.raises(InputError, match=r"profile: .*rates of x86_64; allowed: rates of H100-"):
+        parse_cluster("8xH100-80GB", profile=on_cpu)
+    with pytest.raises(InputError, match="device of another kind"):
+        parse_cluster("2xCPU", profile=PROFILE)
+    unknown = replace(PROFILE, catalog_name=None)
+    assert parse_cluster("2xCPU", profile=unknown).profile == unknown
 
 
 def test_the_cluster_uses_measured_memory() -> None:

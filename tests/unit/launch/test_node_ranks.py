@@ -13,6 +13,7 @@ import pytest
 
 from shardwright.errors import ExitCode
 from shardwright.launch.node_ranks import NodeRanks, run_node_ranks
+from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE
 
 WAIT_FOR_STOP = (
     "trap 'echo saved > {folder}/$RANK.saved; exit 4' TERM; touch {folder}/$RANK.ready; "
@@ -26,12 +27,13 @@ def write_command(script: str) -> list[str]:
 
 def test_each_rank_has_its_own_variables(tmp_path: Path) -> None:
     names = "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"
+    names += f" ${LAUNCHER_VARIABLE}"
     ranks = NodeRanks(2, num_nodes=3, node_rank=2, master_address="first", master_port=7)
     code = run_node_ranks(ranks, write_command(f'echo "{names}" > {tmp_path}/$RANK'))
     assert code == ExitCode.DONE
     assert {path.name: path.read_text().strip() for path in tmp_path.iterdir()} == {
-        "4": "4 0 2 6 2 first 7",
-        "5": "5 1 2 6 2 first 7",
+        "4": f"4 0 2 6 2 first 7 {os.getpid()}",
+        "5": f"5 1 2 6 2 first 7 {os.getpid()}",
     }
 
 

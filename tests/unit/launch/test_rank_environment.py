@@ -26,6 +26,7 @@ from shardwright.launch.rank_environment import (
     detect_rank_environment,
     is_restart,
 )
+from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE, find_launcher_pid
 from shardwright.launch.stop_signals import (
     LAUNCHER_DIED,
     STOP_SIGNALS,
@@ -211,6 +212,18 @@ def test_a_rank_stops_if_its_launcher_already_exited() -> None:
         while not request and time.monotonic() < deadline:
             time.sleep(0.01)
     assert request.cause == LAUNCHER_DIED
+
+
+def test_torchrun_and_our_launchers_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent of another rank may be a shell that ends before it."""
+    monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert find_launcher_pid() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert find_launcher_pid() == os.getppid()
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "17")
+    assert find_launcher_pid() == 17
 
 
 def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:

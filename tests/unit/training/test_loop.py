@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from shardwright.config import Recipe
 from shardwright.config.training import EvaluationSection
 from shardwright.errors import CheckpointError, Preempted, SaveFailed
 from shardwright.inference.model_source import open_model_source
+from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE
 from shardwright.telemetry.event_log import (
     CheckpointEvent,
     EvaluationEvent,
+    PreemptionEvent,
     StepEvent,
     WarningEvent,
     read_events,
@@ -76,6 +80,18 @@ def test_step_time_includes_the_work_of_the_device(
     for step in steps:
         assert step.step_seconds >= lag_seconds
         assert step.tokens_per_second <= step.tokens / lag_seconds
+
+
+def test_a_rank_saves_and_ends_if_its_launcher_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(launcher.pid))
+    with pytest.raises(Preempted, match="saved at step 1 of 2"):
+        train(build_recipe(tmp_path))
+    (stopped,) = read_events(tmp_path / "run").filter_by_type(PreemptionEvent)
+    assert stopped.step == 1
 
 
 def test_an_evaluation_that_a_stop_interrupted_is_repeated(

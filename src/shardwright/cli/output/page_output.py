@@ -19,6 +19,29 @@ HtmlOutput = Annotated[
 ]
 
 
+def check_output_file(path: Path, *, option: str) -> None:
+    """Check that a file can be written, before the work whose results it is for; create its
+    folder.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}",
+            field=option,
+            got=str(path),
+            remedy="Name a file that is writable",
+        ) from error
+
+
 def write_text(path: Path, text: str, *, option: str = "--out") -> None:
     """Write a text file; file names that are not valid UTF-8 keep their original bytes.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.cli.output.console import open_console
+from shardwright.cli.output.console import open_console, print_table
 from shardwright.planner.search.result import EQUAL_STEP_SHARE
 from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY, format_probability
 from shardwright.units import GIB_BYTES, format_bytes, format_count, format_seconds
@@ -158,7 +158,7 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
             number += "#"
         table.add_row(*_build_layout_row(number, prediction, steps), style=style)
     console.print()
-    console.print(table)
+    print_table(console, table)
     if result.chosen is not None:
         _print_choice(console, result, result.chosen)
     console.print("batch: micro-batch x accumulation")
@@ -268,7 +268,7 @@ def _print_parts(
             style="bold green" if prediction is result.chosen else None,
         )
     console.print()
-    console.print(table)
+    print_table(console, table)
 
 
 def _build_memory_row(prediction: Prediction, columns: list[str]) -> list[str]:
@@ -341,7 +341,7 @@ def _print_scaling(console: Console, result: PlanningResult) -> None:
             f"{prediction.model_flops_utilisation:.1%}",
         )
     console.print()
-    console.print(table)
+    print_table(console, table)
     limit = find_flattening(list(result.scale_points))
     if limit is not None:
         console.print(

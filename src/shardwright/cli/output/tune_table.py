@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from shardwright.cli.output.console import print_table
 from shardwright.hardware import Cluster
 from shardwright.tuning.candidates import CandidateList, TuningCandidate
 from shardwright.tuning.halving import Trial
@@ -70,7 +71,7 @@ def print_result(result: TuningResult, console: Console) -> None:
     for tried in result.tried:
         style = "bold green" if tried is result.winner else None
         table.add_row(*_build_row(tried, is_winner=tried is result.winner), style=style)
-    console.print(table)
+    print_table(console, table)
     console.print("*: fastest; =: the recipe's own settings")
     for tried in result.tried:
         outcome = tried.outcome
