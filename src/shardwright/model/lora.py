@@ -31,7 +31,11 @@ def compute_row_norms(
     for first in range(0, weight_FD.shape[0], step):
         rows = weight_FD[first : first + step].to(wide)
         if a_RD is not None and b_FR is not None:
-            rows = rows + scale * (b_FR[first : first + step].to(wide) @ a_RD.to(wide))
+            # Into a tensor of its own: selective recomputation would save the result of a product,
+            # and the norms need no gradient.
+            update = rows.new_empty(rows.shape)
+            torch.mm(b_FR[first : first + step].to(wide), a_RD.to(wide), out=update)
+            rows = update.mul_(scale).add_(rows)
         lengths.append(torch.linalg.vector_norm(rows, dim=1))
     return torch.cat(lengths)
 

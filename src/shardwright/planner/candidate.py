@@ -26,7 +26,9 @@ from shardwright.schedule.registry import has_split_backward
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "fp8", "nvfp4"]
 """Precision of matmuls. fp8 and nvfp4 keep activations and everything but the matmuls in
-bf16."""
+bf16, or in the precision that the recipe computes in."""
+
+_WIDE_BYTES = {"fp32": 4, "fp64": 8}  # of precisions of more than 16 bits
 
 OffloadKind = Literal["none", "optimizer", "optimizer_disk", "parameters"]
 """Optimizer states in host memory, or on disk; or parameters and states in host memory."""
@@ -74,6 +76,8 @@ class LowRankAdapter:
     unquantised: tuple[str, ...] = ()
     """Roles that stay in the compute precision when the rest is quantised (litgpt's fused
     queries, keys and values)."""
+    has_magnitudes: bool = False
+    """True if each output has a trained magnitude (DoRA, arXiv 2402.09353)."""
 
 
 @dataclass(frozen=True)
@@ -395,16 +399,19 @@ class Candidate:
         return None if self.adapter is None else self.adapter.roles
 
     @property
+    def compute_precision(self) -> str:
+        """Precision of activations, and of products of operands that are not quantised."""
+        return self.quantised_shares.compute if self.quantised_shares else self.precision
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes per element of the activations."""
-        return 8 if self.precision == "fp64" else 4 if self.precision == "fp32" else 2
+        return _WIDE_BYTES.get(self.compute_precision, 2)
 
     @property
     def master_bytes(self) -> int:
         """Bytes per element of the master weights."""
-        if self.has_bf16_masters:
-            return 2
-        return 8 if self.precision == "fp64" else 4
+        return 2 if self.has_bf16_masters else max(4, self.activation_bytes)
 
     @property
     def reduce_bytes(self) -> float:
@@ -417,19 +424,12 @@ class Candidate:
         """Describe the layout in one line: degrees above 1, then other differences from the
         default."""
         layout = self.layout
-        degrees = [
-            f"{axis} {layout.degree(axis)}"
-            for axis in ("pp", "tp", "cp", "ep")
-            if layout.degree(axis) > 1
-        ]
+        axes = [axis for axis in ("pp", "tp", "cp", "ep") if layout.degree(axis) > 1]
+        degrees = [f"{axis} {layout.degree(axis)}" for axis in axes]
         degrees += _describe_data_degrees(layout)
         if layout.pp > 1:
-            virtual = (
-                f" x{layout.virtual_stages}"
-                if layout.virtual_stages and layout.virtual_stages > 1
-                else ""
-            )
-            degrees.append(layout.schedule + virtual)
+            num_stages = layout.virtual_stages or 1
+            degrees.append(layout.schedule + (f" x{num_stages}" if num_stages > 1 else ""))
         if layout.cp > 1:
             degrees.append(layout.cp_method)
         if layout.tp > 1 and not layout.sequence_parallel:

@@ -152,6 +152,13 @@ class ScaledShares:
     """Gradients of outputs are rounded stochastically."""
     code_gathers: CodeGathers | None = None
     """Weights that ZeRO may gather as codes; None if all are stored as `[in, out]`."""
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Precision of everything else, and of the results of these products."""
+
+    @property
+    def is_emulated(self) -> bool:
+        """True if products multiply dequantised operands: kernels write bf16."""
+        return self.compute != "bf16"
 
     @property
     def has_fp32_gradients(self) -> bool:
@@ -230,6 +237,9 @@ def explain_missing_kernels(
             f"torch has no kernel for {section.recipe} on {accelerator.name}, which has {kernels}: "
             f"{remedy}"
         )
+    if shares.is_emulated:
+        field = f"precision.{section.kind}.compute"
+        return f"{field} is {section.compute}, and kernels write bf16: {remedy}"
     if shares.experts and accelerator.generation not in _GROUPED_GENERATIONS.get(
         section.recipe, ()
     ):
@@ -283,6 +293,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         _SPANNING_SCALES.get(section.recipe),
         isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
         _build_code_gathers(shape, section, totals),
+        section.compute,
     )
 
 

@@ -77,6 +77,8 @@ class LayerKind:
     saved_results: LayerResults = None
     has_backward: bool = True
     """False if no gradient passes through the layers."""
+    has_frozen_qk_norms: bool = False
+    """True if norms of queries and keys are frozen."""
 
     def is_frozen(self, *roles: str) -> bool:
         """Return True if the layer has matrices of these roles, and none of them is trained."""
@@ -228,6 +230,10 @@ class ModelFacts:
             num_norms=sum(spec.role == "norm" and not spec.is_bias for spec in specs),
             saved_results=saved_results,
             has_backward=has_backward,
+            has_frozen_qk_norms=any(
+                spec.role in ("query_norm", "key_norm") and spec.name in self._frozen_samples
+                for spec in specs
+            ),
         )
 
     def _build_matmul(self, spec: ParameterSpec, siblings: list[ParameterSpec]) -> Matmul:

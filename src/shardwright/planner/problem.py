@@ -218,7 +218,10 @@ def describe_adapters(shape: ModelShape) -> LowRankAdapter | None:
         if spec.adapted_matrix is not None
     }
     return LowRankAdapter(
-        shape.adapters.rank, tuple(sorted(roles)), quantised=shape.adapters.quantize is not None
+        shape.adapters.rank,
+        tuple(sorted(roles)),
+        quantised=shape.adapters.quantize is not None,
+        has_magnitudes=shape.adapters.kind == "dora",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from operator import mul
 
 import pytest
 
@@ -13,13 +14,16 @@ from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.element_counts import count_trained_elements
+from shardwright.planner.memory.peaks import predict_memory
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
+from shardwright.planner.search.state import DeferredActivations
 from shardwright.planner.time.data_parallel_time import compute_rank_traffic
+from shardwright.planner.time.pipeline import get_pipeline
 from shardwright.planner.time.step_costs import StepCosts
 from shardwright.planner.time.traffic import NO_TRAFFIC
 from tests.unit.planner import models
@@ -187,3 +191,24 @@ def test_copies_of_frozen_weights_are_cast_once_only() -> None:
         for patterns in [(), ("*_proj.weight",), ("*_proj.weight", "lm_head.weight")]
     ]
     assert casts[0] > casts[1] > casts[2] == 0.0
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"]
+)
+def test_the_memory_of_a_rank_is_at_least_that_of_the_passes_that_bound_it(schedule: str) -> None:
+    """Searches discard a layout if these passes alone do not fit."""
+    facts = build_facts(*LOWER_HALF)
+    candidate = Candidate(Layout(pp=2, schedule=schedule), 64, 2, gradient_accumulation_steps=4)
+    saved = [get_layer_activations(facts, kind, candidate).saved_bytes for kind in facts.kinds]
+    deferred = [
+        get_layer_activations(facts, kind, candidate).deferred_bytes for kind in facts.kinds
+    ]
+    pipeline = get_pipeline(facts, candidate.layout, 4, 64)
+    bounds = DeferredActivations(tuple(saved), tuple(deferred))
+    for rank in range(2):
+        load = pipeline.build_rank_load(rank)
+        assert load.passes
+        activations = predict_memory(facts, candidate, load, Efficiency()).activations
+        assert activations >= sum(map(mul, load.count_saving_passes(), saved))
+        assert activations >= bounds.compute_min_bytes(load)

@@ -419,6 +419,7 @@ def test_the_plan_explains_the_limits_of_the_gain() -> None:
         ("L40", {}, "kernels for tensorwise: `train` refuses"),
         ("MI300X", {}, "no 8-bit kernels"),
         ("H100-80GB", {"emulate": True}, "emulation is slow"),
+        ("H100-80GB", {"compute": "fp64"}, "compute is fp64, and kernels write bf16"),
     ],
 )
 def test_a_plan_names_a_device_without_kernels(

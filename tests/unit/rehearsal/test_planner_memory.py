@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from shardwright.architecture import read_recipe_shape
 from shardwright.config import Recipe
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.config.recipe import RecomputeKind, RecomputeMode
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.layout import Layout
@@ -36,6 +37,16 @@ ROWS = 4
 NO_OVERHEAD = Efficiency(
     reserve_share=0.0, reserve_bytes=0.0, context_bytes=0.0, communicator_bytes=0.0
 )
+
+
+SCALED_RECIPES: tuple[LowPrecisionRecipe, ...] = (
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "mxfp8",
+    "nvfp4",
+)
+"""Recipes that multiply the models' matrices; `blockwise` takes multiples of 128."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +102,18 @@ class Case:
         if self.rank:
             parts += (f"rank {self.rank}",)
         if self.kind != "bf16":
-            parts += (self.kind,)
+            options = self.sections.get("precision", {}).get(self.kind, {})
+            parts += (self.kind, *(options[key] for key in ("recipe", "compute") if key in options))
+        if "dora" in self.sections.get("adapters", {}).values():
+            parts += ("dora",)
         results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
         return "-".join(map(str, (*parts, *results)))
 
 
 LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
+DORA = {"adapters": {"rank": 8, "kind": "dora"}}
+QDORA = {"adapters": {"rank": 8, "kind": "dora", "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
 OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
 DEEP_OFFLOAD = OFFLOAD | {"model": {"config": models.CONFIGS["llama"] | {"num_hidden_layers": 12}}}
@@ -140,6 +156,24 @@ ENDS: LayerResults = frozenset(["attention_out", "down"])
 SPARSE: LayerResults = frozenset(["attention", "experts"])
 ONCE = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="once_per_rank")
 PADDED = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="padded", expert_row_limit=1.5)
+
+
+def make_scaled_case(
+    recipe: LowPrecisionRecipe,
+    compute: str,
+    model: str = "llama",
+    recompute: RecomputeMode = "none",
+) -> Case:
+    """Build a case of 8-bit or 4-bit products that are emulated in a precision."""
+    if recipe == "nvfp4":
+        options = {"experimental": True, "compute": compute}
+        precision = {"kind": "nvfp4", "nvfp4": options}
+    else:
+        precision = {"kind": "fp8", "fp8": {"recipe": recipe, "compute": compute}}
+    kind = str(precision["kind"])
+    return Case(model, Layout(), 1, recompute, kind, {"precision": precision})
+
+
 CASES = [
     Case(
         "llama",
@@ -260,8 +294,54 @@ CASES = [
     Case("llama", Layout(pp=2), 4, sections=ALL_BUT_LAST, rank=1, tolerance=0.005),
     Case("qwen3_moe", Layout(), sections=EXPERTS, tolerance=0.01),
     Case("llama", Layout(), sections=TRAINED_ON_DISK | ATTENTION),
+    make_scaled_case("rowwise_with_gw_hp", "fp64"),
+    make_scaled_case("nvfp4", "fp64", "qwen3_moe"),
+    make_scaled_case("tensorwise", "fp32", recompute="full"),
+    Case("llama", Layout(), sections=QDORA, tolerance=0.01),
+    Case("llama", Layout(tp=2), recompute="selective", sections=DORA),
+    Case("llama", Layout(pp=2, schedule="zb_h1"), 4, sections=ALL_BUT_NORMS, rank=1),
+    Case("llama", Layout(pp=2, schedule="interleaved_1f1b"), 4, sections=LOWER_HALF),
+    Case("llama", Layout(pp=2, schedule="zbv"), 4, "full", sections=LOWER_HALF),
+    Case("llama", Layout(pp=2, schedule="gpipe"), 4, "full", sections=LOWER_HALF, rank=1),
+    Case("qwen3_moe", Layout(tp=2), sections=ALL_BUT_HEAD),
+    Case("olmo2", Layout(tp=2), sections=ATTENTION, tolerance=0.01),
 ]
 LONG_CASES = [
+    *(
+        make_scaled_case(recipe, compute, model, recompute)
+        for recipe in SCALED_RECIPES
+        for compute, recomputes in (("fp32", ("none",)), ("fp64", get_args(RecomputeKind)))
+        for model in ("llama", "qwen3_moe")
+        if recipe != "tensorwise" or model == "llama"
+        for recompute in recomputes
+    ),
+    *(
+        Case("llama", layout, steps, recompute, sections=sections)
+        for layout, steps, sections in (
+            (Layout(), 1, DORA),
+            (Layout(), 2, QDORA),
+            (Layout(tp=2), 1, DORA),
+            (Layout(dp_shard=2, zero_stage=3), 1, DORA),
+        )
+        for recompute in get_args(RecomputeKind)
+    ),
+    *(
+        Case("llama", Layout(pp=2, schedule=schedule), 4, recompute, rank=rank, sections=sections)
+        for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev")
+        for recompute, sections in (
+            ("none", ALL_BUT_NORMS),
+            ("none", FEED_FORWARD),
+            ("full", LOWER_HALF),
+            ("full", ATTENTION),
+        )
+        for rank in range(2)
+    ),
+    *(
+        Case(model, layout, recompute=recompute, sections=ALL_BUT_HEAD)
+        for model in ("qwen3_moe", "olmo2")
+        for layout in (Layout(), Layout(tp=2))
+        for recompute in get_args(RecomputeKind)
+    ),
     *(
         Case("llama", layout, steps, recompute, sections=sections)
         for layout, steps, recompute in (

@@ -49,6 +49,7 @@ from shardwright.planner.memory.backward_peak import (
 from shardwright.planner.memory.block_weights import (
     compute_adapter_input_bytes,
     compute_adapter_result_bytes,
+    compute_scaled_output_bytes,
     count_product_elements,
     find_frozen_products,
     get_weight_bytes,
@@ -130,10 +131,10 @@ def get_layer_activations(
     cached = facts.activation_cache.get(key)
     if cached is None:
         cached = _compute_layer_activations(facts, kind, candidate)
-        if candidate.quantised_shares is not None:
+        if _has_large_temporaries(candidate):
             block = build_block_tensors(facts, kind, candidate, is_repeated=False)
             quantising = compute_last_quantisation_bytes(block)
-            if quantising and candidate.precision == "nvfp4" and candidate.recompute == "selective":
+            if quantising and _has_fp4_kernels(candidate) and candidate.recompute == "selective":
                 # Results of kernels are saved, and multiplied by the outer scales of rows. The
                 # forward pass has both; a recomputation frees the first.
                 _, products, _ = compute_feed_forward_bytes(facts, kind, candidate)
@@ -150,10 +151,24 @@ _NO_ACTIVATIONS = LayerActivations(0.0, 0.0, 0.0)
 
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Compute the bytes besides saved tensors where the last forward pass quantises operands."""
-    if candidate.quantised_shares is None:
+    if not _has_large_temporaries(candidate):
         return 0.0
     layers = (get_layer_activations(facts, kind, candidate) for kind in facts.kinds)
     return max(layer.quantising_bytes for layer in layers)
+
+
+def _has_fp4_kernels(candidate: Candidate) -> bool:
+    """Return True if kernels multiply 4-bit operands."""
+    shares = candidate.quantised_shares
+    return shares is not None and shares.has_4bit_operands and not shares.is_emulated
+
+
+def _has_large_temporaries(candidate: Candidate) -> bool:
+    """Return True if products quantise operands, or scale their outputs by norms of rows."""
+    adapter = candidate.adapter
+    return candidate.quantised_shares is not None or (
+        adapter is not None and adapter.has_magnitudes
+    )
 
 
 def _compute_layer_activations(
@@ -189,6 +204,7 @@ def _compute_layer_activations(
         inner_tokens = candidate.micro_batch_tokens * shape.intermediate_size
         dropped = tensors.dropped_inner * (inner_tokens / candidate.layout.tp * size)
     total += attention.saved + inner - dropped + compute_adapter_input_bytes(facts, kind, candidate)
+    total += compute_scaled_output_bytes(facts, kind, candidate)
     mode = get_layer_recompute(kind, candidate.recompute)
     tensors_of_block = build_block_tensors(facts, kind, candidate, is_repeated=mode != "none")
     gradients = engine.compute_block_gradient_bytes(

@@ -43,7 +43,7 @@ def choose_planned_kernel(
         candidate.document_tokens is not None,
         candidate.flash_attention,
         candidate.has_masked_kernels,
-        candidate.precision,
+        candidate.compute_precision,
         candidate.attention,
     )
     kernel = facts.kernel_cache.get(key)
@@ -68,7 +68,7 @@ def _choose_kernel(
     if has_tiles or not candidate.has_masked_kernels:
         return choose_attention_kernel(needs, _NO_MASKED_KERNELS).kernel
     dtype = {"fp64": "float64", "fp32": "float32", "fp16": "float16"}.get(
-        candidate.precision, "bfloat16"
+        candidate.compute_precision, "bfloat16"
     )
     support = KernelSupport(
         find_flash_limit(dtype, shape.head_dim),
@@ -135,9 +135,10 @@ def compute_attention_bytes(
         saved += tensors.ring_outputs * queries * size
     if shape.qk_norm is not None:
         # Sharded over tensor-parallel ranks, a norm of all heads saves its input in fp32, and that
-        # times the scale.
+        # times the scale for the gradient of its weight.
         is_sharded = shape.qk_norm == "full" and tp > 1 and candidate.engine.has_ordered_frees
-        saved += (queries + keys) * (2 * max(size, 4) if is_sharded else size)
+        num_wide = 1 if kind.has_frozen_qk_norms else 2
+        saved += (queries + keys) * (num_wide * max(size, 4) if is_sharded else size)
     matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
     saved *= tokens
     matmul_results *= tokens

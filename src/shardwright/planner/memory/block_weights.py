@@ -117,6 +117,9 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         width = float(adapter.rank)
         if not (is_pipelined and product.sharding == "rows" and product in kind.matmuls):
             width += _count_local_outputs(product, layout.tp)
+        if adapter.has_magnitudes and layout.tp > 1 and product.sharding == "rows":
+            # Its gradient reads the product that is summed over ranks.
+            width += _count_local_outputs(product, layout.tp)
         elements += rows * width
     return elements * candidate.activation_bytes
 
@@ -132,6 +135,19 @@ def compute_adapter_input_bytes(facts: ModelFacts, kind: LayerKind, candidate: C
         for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
     )
     return elements * candidate.engine.adapter_input_bytes
+
+
+def compute_scaled_output_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes of outputs that one layer saves to compute gradients of magnitudes: sums of
+    product and adapter, before they are scaled."""
+    adapter = candidate.adapter
+    if adapter is None or not adapter.has_magnitudes:
+        return 0.0
+    elements = sum(
+        rows * _count_local_outputs(product, candidate.layout.tp)
+        for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
+    )
+    return elements * candidate.activation_bytes
 
 
 def _list_adapted_products(

@@ -41,8 +41,8 @@ def _sum_parameters(
 def count_adapter_elements(
     facts: ModelFacts, candidate: Candidate, load: StageLoad
 ) -> ParameterElements:
-    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], sharded
-    like their matrix."""
+    """Count the elements of a rank's low-rank matrices A [rank, in] and B [out, rank], and of
+    magnitudes [out], sharded like their matrix."""
     adapter = candidate.adapter
     layout = candidate.layout
     assert adapter is not None
@@ -54,10 +54,13 @@ def count_adapter_elements(
             num_in = product.num_inputs / (layout.tp if product.sharding == "rows" else 1)
             num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
-            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * adapter.rank
+            width = adapter.rank + adapter.has_magnitudes  # of a row of B, with its magnitude
+            matrices = adapter.rank * (num_in + num_out)
+            local = matrices + adapter.has_magnitudes * num_out
+            shard = -(-adapter.rank // shards) * num_in + -(-num_out // shards) * width
             num_matrices = facts.count_local_matrices(kind, product, layout.ep)
             total = total.add(
-                ParameterElements(adapter.rank * (num_in + num_out), shard).multiply(
+                ParameterElements(local, shard, local_matrices=matrices).multiply(
                     count * num_matrices
                 )
             )

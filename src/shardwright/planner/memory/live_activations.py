@@ -224,7 +224,7 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
         messages += load.num_gradient_senders * message
         if load.has_head and candidate.layout.schedule == "gpipe":
             # Every loss but the one whose backward pass runs has computed its gradients.
-            messages += (load.num_in_flight - 1.0) * _compute_loss_bytes(facts, candidate)
+            messages += (load.num_in_flight - 1.0) * compute_loss_bytes(facts, candidate)
     num_outputs = load.num_stages - load.has_head
     if candidate.activation_offload == "none":
         # No layer saves the input of a stage whose first layer is below all gradients.
@@ -242,10 +242,11 @@ def _compute_stage_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoa
     )
 
 
-def _compute_loss_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+def compute_loss_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     """Compute the bytes of gradients that a loss keeps: of hidden states and the head's weight."""
     token_bytes = facts.shape.hidden_size * candidate.activation_bytes
-    return candidate.micro_batch_tokens * token_bytes + compute_logit_bytes(facts, candidate)[1]
+    hidden = candidate.micro_batch_tokens * token_bytes * facts.has_hidden_gradient
+    return hidden + compute_logit_bytes(facts, candidate)[1]
 
 
 def _compute_sequence_bytes(facts: ModelFacts, candidate: Candidate, load: StageLoad) -> float:
@@ -317,7 +318,7 @@ def compute_live_activations(
         head_bytes if load.has_head else 0.0,
         deferring + stage.output_gradient,
         stage.output,
-        _compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
+        compute_loss_bytes(facts, candidate) if load.has_head else 0.0,
         deferred,
         max(deferred, saved) if facts.frozen_names else deferred,
         moments,

@@ -279,7 +279,7 @@ def compute_working_bytes(
         return 0.0
     size = candidate.engine.get_gather_bytes(candidate.activation_bytes)
     if candidate.adapter is not None:
-        return count_adapter_elements(facts, candidate, load).local * size
+        return count_adapter_elements(facts, candidate, load).local_matrices * size
     elements = facts.count_elements(candidate.layout, should_skip_frozen=should_skip_frozen)
     shares = candidate.quantised_shares
     dense_bytes, expert_bytes = (

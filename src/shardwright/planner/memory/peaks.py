@@ -41,6 +41,7 @@ from shardwright.planner.memory.parameter_memory import (
     has_earlier_gradients,
     has_saved_casts,
 )
+from shardwright.planner.memory.pipeline_peaks import list_pass_peaks
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import sum_tier_bytes
@@ -59,22 +60,10 @@ def predict_memory(
     known."""
     persistent = persistent or compute_persistent_memory(facts, candidate, load)
     live = compute_live_activations(facts, candidate, load)
-    last_passes = live.list_last_backward_passes(load)
-    if not has_earlier_gradients(candidate) and load.num_in_flight > 1.0:
-        # The first backward pass leaves the gradients to which the second one adds.
-        second = replace(load, num_in_flight=load.num_in_flight - 1.0)
-        remaining = compute_live_activations(facts, candidate, second)
-        saved = remaining.compute_saved_bytes(second.num_in_flight)
-        whole = (sum(load.layers), saved + live.recomputed_bytes + live.gradient_bytes)
-        last_passes = [whole, *remaining.list_last_backward_passes(second)]
+    list_peaks = list_pass_peaks if load.passes and not live.is_offloaded else _list_step_peaks
     moments = (
-        _compute_loss_peak(facts, candidate, load, persistent, live),
-        *(
-            _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
-            for moment in last_passes
-        ),
+        *list_peaks(facts, candidate, load, persistent, live),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
-        *list_forward_peaks(facts, candidate, load, persistent, live),
         _compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
@@ -102,6 +91,33 @@ def predict_memory(
         + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters),
     )
     return replace(peak, reserve=reserve, driver=driver, **tiers)
+
+
+def _list_step_peaks(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    live: LiveActivations,
+) -> list[MemoryParts]:
+    """Return memory at the loss, in the last backward passes, and in forward passes that save
+    nothing, of a rank whose stages count as equal."""
+    last_passes = live.list_last_backward_passes(load)
+    if not has_earlier_gradients(candidate) and load.num_in_flight > 1.0:
+        # The first backward pass leaves the gradients to which the second one adds.
+        second = replace(load, num_in_flight=load.num_in_flight - 1.0)
+        remaining = compute_live_activations(facts, candidate, second)
+        saved = remaining.compute_saved_bytes(second.num_in_flight)
+        whole = (sum(load.layers), saved + live.recomputed_bytes + live.gradient_bytes)
+        last_passes = [whole, *remaining.list_last_backward_passes(second)]
+    return [
+        _compute_loss_peak(facts, candidate, load, persistent, live),
+        *(
+            _compute_backward_peak(facts, candidate, load, persistent, live, *moment)
+            for moment in last_passes
+        ),
+        *list_forward_peaks(facts, candidate, load, persistent, live),
+    ]
 
 
 def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> MemoryParts:

@@ -1,12 +1,13 @@
-"""Memory in which the operands of a block's products are quantised, in separate operations, and
-inputs that compiled blocks do not save for products of codes.
+"""Temporary memory of a block's products: in which operands are quantised, in separate operations,
+and in which norms of adapted rows are computed; and inputs that compiled blocks do not save for
+products of codes.
 
 Legend: M tokens, N output features, K input features of a product on this rank.
 """
 
 from __future__ import annotations
 
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.memory.backward_peak import BlockTemporaries, ProductTemporaries
 from shardwright.planner.memory.block_weights import DOWN_ROLES, UP_ROLES
 from shardwright.planner.model_costs import LayerKind, ModelFacts
@@ -16,6 +17,8 @@ from shardwright.planner.time.memory_traffic import (
     list_matmuls,
 )
 
+_MAX_NORM_ELEMENTS = 1 << 24
+"""Elements of a matrix of whose rows norms are computed at a time (`model.lora`)."""
 _UNSAVED_PARTS = {"tensors": 1.0, "rows": 0.5}
 """Part of a product's input in 16 bits that a compiled block does not save, by the extent of its
 scales (docs/decisions/0241-inputs-that-compiled-8-bit-blocks-save.md)."""
@@ -24,11 +27,14 @@ scales (docs/decisions/0241-inputs-that-compiled-8-bit-blocks-save.md)."""
 def compute_block_temporaries(
     facts: ModelFacts, kind: LayerKind, candidate: Candidate
 ) -> BlockTemporaries:
-    """Compute the temporary bytes of a block's products; 0 if they are compiled or not quantised.
+    """Compute the temporary bytes of a block's products; 0 if they are compiled or not quantised,
+    unless outputs of adapted matrices are scaled.
 
     A product quantises one operand after the other, and keeps the codes of the first, a byte each.
     """
     shares = candidate.quantised_shares
+    if candidate.adapter is not None and candidate.adapter.has_magnitudes:
+        return _compute_norm_temporaries(facts, kind, candidate, candidate.adapter)
     found: dict[str, ProductTemporaries] = {}
     if shares is None or candidate.compile:
         return BlockTemporaries()
@@ -46,18 +52,83 @@ def compute_block_temporaries(
             and compute_quantised_shares(facts, kind, product, n, candidate)[0] == 1.0
         )
         quantised_weight = weight * is_quantised
-        beside_gradient = m * n + weight + quantised_weight  # the weight's codes, transposed too
-        if candidate.adapter is None and shares.get_weight_gradient_share(product.role):
-            beside_gradient = max(beside_gradient, size * m * n, m * n + size * m * k)
-        temporaries = ProductTemporaries(
-            output=max(size * m * k, m * k + size * quantised_weight),
-            input_gradient=max(size * m * n, m * n + size * quantised_weight),
-            beside_gradient=beside_gradient,
-        )
+        has_weight_gradient = candidate.adapter is None and product.is_trained
+        has_weight_gradient &= bool(shares.get_weight_gradient_share(product.role))
+        if shares.is_emulated:
+            temporaries = _compute_emulated_temporaries(
+                candidate, m * k, m * n, weight, has_weight_gradient=has_weight_gradient
+            )
+        else:
+            # The weight's codes are transposed too.
+            beside_gradient = m * n + weight + quantised_weight
+            if candidate.adapter is None and shares.get_weight_gradient_share(product.role):
+                beside_gradient = max(beside_gradient, size * m * n, m * n + size * m * k)
+            temporaries = ProductTemporaries(
+                output=max(size * m * k, m * k + size * quantised_weight),
+                input_gradient=max(size * m * n, m * n + size * quantised_weight),
+                beside_gradient=beside_gradient,
+            )
         operation = _get_operation(product.role)
         others = found.get(operation, ProductTemporaries())
         found[operation] = ProductTemporaries(*map(max, temporaries, others))
     return BlockTemporaries(**found)
+
+
+def _compute_norm_temporaries(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, adapter: LowRankAdapter
+) -> BlockTemporaries:
+    """Compute the temporary bytes of norms of rows of W + scale x B A, which scale the output: W in
+    fp32, a product B A, and next to them the outputs of the matrix and of the adapter."""
+    size = candidate.activation_bytes
+    wide = max(size, 4)
+    found: dict[str, ProductTemporaries] = {}
+    for product, rows in list_matmuls(facts, kind, candidate):
+        if product.role not in adapter.roles:
+            continue
+        n, k = compute_local_sides(product, candidate)
+        chunk = min(n * k, _MAX_NORM_ELEMENTS)
+        matrix = n * k if adapter.quantised else chunk * (size < 4)
+        temporaries = ProductTemporaries(output=wide * (matrix + chunk) + 2.0 * size * rows * n)
+        operation = _get_operation(product.role)
+        found[operation] = max(temporaries, found.get(operation, ProductTemporaries()))
+    return BlockTemporaries(**found)
+
+
+def _compute_emulated_temporaries(
+    candidate: Candidate,
+    inputs: float,
+    outputs: float,
+    weight: float,
+    *,
+    has_weight_gradient: bool,
+) -> ProductTemporaries:
+    """Compute the temporary bytes of emulated products, from the elements of their operands.
+
+    A product quantises one operand after the other, and dequantises both before it multiplies them:
+    to fp32, by a division of the codes as fp32, and then to fp64 if it computes in that.
+    """
+    shares = candidate.quantised_shares
+    assert shares is not None
+    wide = candidate.activation_bytes
+    dequantising = 8.0 if wide == 4 else 4.0 + wide
+
+    def multiply(left: float, right: float) -> tuple[float, float]:
+        """Return the bytes before the result is allocated, and those next to it."""
+        codes = left + right
+        before = max(
+            shares.temporary_bytes * left,
+            left + shares.temporary_bytes * right,
+            codes + dequantising * left,
+            codes + wide * left + dequantising * right,
+        )
+        return before, codes + wide * codes
+
+    output = multiply(inputs, weight)
+    before_gradient, beside_gradient = multiply(outputs, weight)
+    if has_weight_gradient:
+        before, beside = multiply(outputs, inputs)
+        beside_gradient = max(beside_gradient, before, beside + wide * weight)
+    return ProductTemporaries(max(output), max(before_gradient, beside_gradient), beside_gradient)
 
 
 def count_unsaved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:

@@ -90,7 +90,7 @@ class ChoiceCosts:
                 options.append(
                     ScheduleOption(
                         self._get_pipeline_bounds(pipeline),
-                        pipeline.partition.build_load(0, pipeline.passes_in_flight[0]),
+                        pipeline.build_first_load(),
                         name,
                         virtual,
                         self._build_deferring_load(pipeline),

@@ -65,6 +65,16 @@ class DeferredActivations(NamedTuple):
     def compute_min_bytes(self, load: StageLoad) -> float:
         """Return the bytes of the passes in memory besides the one that runs backward, at most,
         once all stages of the rank have gradients."""
+        if load.passes:
+            return max(
+                (
+                    sum(map(mul, load.count_layers(each.num_saved), self.saved_bytes))
+                    + sum(map(mul, load.count_layers(each.num_deferred), self.deferred_bytes))
+                    for each in load.passes
+                    if each.kind != "F" and all(each.has_gradients)
+                ),
+                default=0.0,
+            )
         saved = sum(map(mul, load.layers, self.saved_bytes))
         deferred = sum(map(mul, load.layers, self.deferred_bytes))
         return max(
@@ -113,8 +123,7 @@ class PartialChoice:
                 seconds[bounds.key] = bounds.compute_seconds(
                     self.costs, self.degrees.accumulation_steps
                 )
-            load = scheduled.first_rank_load
-            passes = tuple(load.num_in_flight * num_layers for num_layers in load.layers)
+            passes = scheduled.first_rank_load.count_saving_passes()
             num_bytes = self.activations.compute_min_bytes(passes, self.degrees.micro_batch_size)
             found.append((scheduled, seconds[bounds.key], num_bytes))
         return found
@@ -159,7 +168,7 @@ def build_pipeline_options(
     passes = tuple(
         map(
             min,
-            zip(*([load.num_in_flight * n for n in load.layers] for load in loads), strict=True),
+            zip(*(load.count_saving_passes() for load in loads), strict=True),
         )
     )
     return PipelineOptions(

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
-from operator import ge
+from itertools import accumulate
 
 from shardwright.layout import Layout
 from shardwright.planner.engine_model import SHARDWRIGHT_ENGINE, EngineModel
-from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
+from shardwright.planner.memory.stage_load import (
+    BackwardMoment,
+    RankPass,
+    RankStage,
+    StageLoad,
+)
 from shardwright.planner.model_costs import ModelFacts
+from shardwright.planner.time.rank_passes import list_rank_moments, list_rank_passes
 from shardwright.schedule import Action, Schedule, count_peak_activations, load_schedule
 from shardwright.schedule.registry import (
     PIPELINE_SCHEDULES,
@@ -23,7 +28,6 @@ from shardwright.schedule.registry import (
     count_stages_per_rank,
     has_split_backward,
 )
-from shardwright.schedule.transfers import LOOKAHEAD
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,12 @@ class PipelinePartition:
         )
 
     @cached_property
+    def layers_of_stage(self) -> tuple[range, ...]:
+        """Layers of the model in each stage."""
+        ends = list(accumulate((sum(stage.layers) for stage in self.stages), initial=0))
+        return tuple(map(range, ends, ends[1:]))
+
+    @cached_property
     def layers_per_rank(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each kind on each rank."""
         return tuple(
@@ -117,6 +127,7 @@ class PipelinePartition:
         rank: int,
         num_in_flight: float,
         backward_moments: tuple[BackwardMoment, ...] = (),
+        passes: tuple[RankPass, ...] = (),
     ) -> StageLoad:
         """Build the load of a rank."""
         rank_stages = [self.stages[index] for index in self.stages_per_rank[rank]]
@@ -131,6 +142,12 @@ class PipelinePartition:
                 for index in self.stages_per_rank[rank]
             ),
             backward_moments=backward_moments,
+            stages=tuple(
+                RankStage(self.layers_of_stage[stage], self.stages[stage].layers)
+                for stage in self.stages_per_rank[rank]
+                if passes
+            ),
+            passes=passes,
         )
 
 
@@ -148,6 +165,8 @@ class PipelineStages:
     num_micro_batches: int
     virtual_stages: int | None
     partition: PipelinePartition
+    has_frozen: bool = False
+    """True if parameters are frozen, so that stages of a rank may differ in what they save."""
 
     @property
     def stages(self) -> tuple[StageLayers, ...]:
@@ -170,14 +189,21 @@ class PipelineStages:
 
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
-        moments = (
-            list_backward_moments(
-                self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank
-            )
-            if self.num_ranks > 1 and has_split_backward(self.schedule)
-            else ()
+        row = (self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank)
+        is_split = self.num_ranks > 1 and has_split_backward(self.schedule)
+        return self.partition.build_load(
+            rank,
+            self.passes_in_flight[rank],
+            list_backward_moments(*row) if is_split else (),
+            _list_passes(*row) if self.num_ranks > 1 and self.has_frozen else (),
         )
-        return self.partition.build_load(rank, self.passes_in_flight[rank], moments)
+
+    def build_first_load(self) -> StageLoad:
+        """Build the load of the first rank; without the moments of schedules that defer gradients
+        of weights, unless parameters are frozen."""
+        if self.has_frozen:
+            return self.build_rank_load(0)
+        return self.partition.build_load(0, self.passes_in_flight[0])
 
     @cached_property
     def fullest_ranks(self) -> tuple[int, ...]:
@@ -285,7 +311,16 @@ def _list_schedule_moments(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> tuple[BackwardMoment, ...]:
     row = _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank)
-    return _list_rank_moments(row, assign_stages(name, num_ranks, virtual_stages))
+    return list_rank_moments(row, assign_stages(name, num_ranks, virtual_stages))
+
+
+@lru_cache(maxsize=8192)
+def _list_passes(
+    name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
+) -> tuple[RankPass, ...]:
+    num_micro_batches = _limit_micro_batches(name, num_ranks, num_micro_batches)
+    row = _load_row(name, num_ranks, num_micro_batches, virtual_stages, rank)
+    return list_rank_passes(row, assign_stages(name, num_ranks, virtual_stages))
 
 
 def _load_row(
@@ -303,69 +338,6 @@ def load_cached_schedule(
 ) -> Schedule:
     """Build a schedule by name or read it from a file, once."""
     return load_schedule(name, num_ranks, num_micro_batches, virtual_stages)
-
-
-def _list_rank_moments(
-    row: Sequence[Action], rank_of_stage: Sequence[int]
-) -> tuple[BackwardMoment, ...]:
-    num_stages = len({action.stage for action in row})
-    last_stage = len(rank_of_stage) - 1
-    is_linked = [False, *(one != other for one, other in pairwise(rank_of_stage)), False]
-    """True where another rank sends a stage's input, and at its index + 1 the gradient of its
-    output."""
-    num_received = list(
-        accumulate(
-            (kind != "W" and is_linked[stage + (kind != "F")] for kind, stage, _ in row), initial=0
-        )
-    )
-    """Messages that the actions before each one receive."""
-    num_saved = num_deferred = num_messages = num_losses = 0
-    last: tuple[int, int] | None = None
-    """Stage and micro-batch of the latest forward pass, until its own backward pass."""
-    stages_with_gradients: set[int] = set()
-    found: set[tuple[float, float, int, float, int, int, bool]] = set()
-    for index, (kind, stage, micro_batch) in enumerate(row):
-        num_own_messages = 1 + is_linked[stage]  # input, and output or the last norm's input
-        if kind == "F":
-            num_saved += 1
-            num_messages += num_own_messages
-            num_losses += stage == last_stage
-            last = (stage, micro_batch)
-            continue
-        is_deferring = kind == "I"
-        if not is_deferring:
-            stages_with_gradients.add(stage)
-        if kind == "W":
-            num_deferred -= 1
-            continue
-        num_saved -= 1
-        num_messages -= num_own_messages
-        num_losses -= stage == last_stage
-        last = None if last == (stage, micro_batch) else last
-        num_early = num_received[min(index + 1 + LOOKAHEAD, len(row))] - num_received[index + 1]
-        found.add(
-            (
-                num_saved / num_stages,
-                num_deferred / num_stages,
-                int(last is not None),
-                len(stages_with_gradients) / num_stages,
-                num_messages + is_linked[stage] + (stage < last_stage) + num_early,
-                num_losses,
-                is_deferring,
-            )
-        )
-        num_deferred += is_deferring
-    largest: list[BackwardMoment] = []
-    for moment in sorted(map(BackwardMoment._make, found), reverse=True):
-        # One with at least as much of everything precedes.
-        if not any(
-            other.num_staying == moment.num_staying
-            and other.is_deferring == moment.is_deferring
-            and all(map(ge, other, moment))
-            for other in largest
-        ):
-            largest.append(moment)
-    return tuple(reversed(largest))
 
 
 def _count_zb_h1_passes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
@@ -440,7 +412,12 @@ def _build_pipeline(
         partition = facts.pipeline_cache[key] = PipelinePartition(stages, layout.pp)
     assert isinstance(partition, PipelinePartition)
     return PipelineStages(
-        layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages, partition
+        layout.schedule,
+        layout.pp,
+        num_micro_batches,
+        layout.virtual_stages,
+        partition,
+        bool(facts.frozen_names),
     )
 
 
