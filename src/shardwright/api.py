@@ -118,6 +118,7 @@ def rehearse(
     *,
     device: DeviceKind = "auto",
     should_run_each_rank: bool | None = None,
+    should_run_each_micro_batch: bool = False,
     on_start: Callable[[PrecisionChoice | None], None] = lambda _choice: None,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
 ) -> Rehearsal:
@@ -126,6 +127,8 @@ def rehearse(
     Args:
         device: whose operators run: `cpu`, `cuda`, or `auto` (CUDA if present and not excluded).
         should_run_each_rank: run every rank instead of one per role; default up to 8 ranks.
+        should_run_each_micro_batch: run all micro-batches of the step. By default, those that
+            repeat earlier ones are counted: two periods must be equal in memory and collectives.
         on_start: called once with the precision that `auto` resolved to, None if the recipe
             names it.
         on_report: called with each rank's report when it is finished.
@@ -158,6 +161,7 @@ def rehearse(
         settings=settings,
         device=device_type,
         should_run_each_rank=should_run_each_rank,
+        should_run_each_micro_batch=should_run_each_micro_batch,
         on_report=on_report,
     )
 

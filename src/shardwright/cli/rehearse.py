@@ -176,12 +176,25 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
         )
     _print_peak(worst, console)
     _print_traffic(result, worst, console)
+    _print_run_micro_batches(result, console)
     for line in result.assumptions:
         console.print(f"assumption: {line}")
     if should_list_all:
         _print_collectives(result, console)
     if result.disagreement is None:
         console.print("all collectives match: same order, same sizes, every send has a receive")
+
+
+def _print_run_micro_batches(result: Rehearsal, console: Console) -> None:
+    """Print how many micro-batches were run, if others only repeat them."""
+    number = result.plan.batch.gradient_accumulation_steps
+    fewest, most = result.num_run_micro_batches
+    if fewest < number:
+        run = f"{fewest} to {most}" if fewest < most else str(most)
+        console.print(
+            f"{number} micro-batches, of which {run} were run: the others repeat the same "
+            "collectives and changes of memory"
+        )
 
 
 def _print_peak(report: RankRehearsal, console: Console) -> None:

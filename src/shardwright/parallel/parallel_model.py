@@ -158,8 +158,8 @@ class ParallelModel:
                     loss.backward(scale.to(loss.dtype))
             if waits_for_reduction:
                 end_wait("data")
-            mark("reduction")
             loss_sum = loss.detach() if loss_sum is None else loss_sum + loss.detach()
+            mark("reduction")
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
 

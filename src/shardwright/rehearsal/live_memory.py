@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -44,6 +45,14 @@ class MemoryContribution:
     origin: StorageOrigin
     num_bytes: int
     num_tensors: int
+
+
+class StorageChange(NamedTuple):
+    """Allocation, resize or release of a storage."""
+
+    origin: StorageOrigin
+    bytes_before: int
+    bytes_after: int
 
 
 class LiveMemoryTracker(TorchDispatchMode):
@@ -150,6 +159,25 @@ class LiveMemoryTracker(TorchDispatchMode):
             MemoryContribution(origin, size, count) for origin, (size, count) in totals.items()
         ]
         return sorted(contributions, key=lambda contribution: -contribution.num_bytes)
+
+    @property
+    def num_changes(self) -> int:
+        """Number of changes so far."""
+        return len(self._events)
+
+    def list_changes(self, first: int, last: int) -> list[StorageChange]:
+        """List the changes from `first` up to `last`, which is not included."""
+        sizes = dict(self._events[:first])
+        changes = []
+        for key, size in self._events[first:last]:
+            changes.append(StorageChange(self._origins[key], sizes.get(key, 0), size))
+            sizes[key] = size
+        return changes
+
+    def count_live_storages(self, position: int) -> Counter[tuple[StorageOrigin, int]]:
+        """Count the storages that were live before change `position`, by origin and bytes."""
+        sizes = dict(self._events[:position])
+        return Counter((self._origins[key], size) for key, size in sizes.items() if size)
 
     def _is_counted(self, tensor: Tensor) -> bool:
         if self._device_type is None:

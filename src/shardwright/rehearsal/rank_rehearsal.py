@@ -8,17 +8,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import AuxOutput
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.architecture.frozen_names import match_frozen
@@ -37,12 +35,14 @@ from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
 from shardwright.rehearsal.collective_recorder import Collective, CollectiveRecorder
+from shardwright.rehearsal.fake_contexts import FakeStorage, use_fake_group
 from shardwright.rehearsal.fake_offload import (
     build_fake_activation_offload,
     build_fake_offloaded_optimizer,
     build_fake_weight_offload,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
+from shardwright.rehearsal.repeated_micro_batches import ShortenedStep, UnitMarks, shorten_step
 from shardwright.training.preference_objective import PreferenceObjective, has_frozen_reference
 from shardwright.training.setup import (
     build_chunked_loss,
@@ -85,6 +85,8 @@ class RankRehearsal:
     peak_bytes: int
     contributions: tuple[MemoryContribution, ...]
     collectives: tuple[Collective, ...]
+    num_run_micro_batches: int
+    """Micro-batches that were run; the step's others repeat them."""
     seconds: float
 
     @property
@@ -96,20 +98,51 @@ class RankRehearsal:
 
 
 def rehearse_rank(
-    recipe: Recipe, plan: Plan, rank: int, device_type: RehearsalDevice = "cpu"
+    recipe: Recipe,
+    plan: Plan,
+    rank: int,
+    device_type: RehearsalDevice = "cpu",
+    should_run_each_micro_batch: bool = False,
 ) -> RankRehearsal:
     """Build this rank's part of the model, allocate optimizer states and run one training step.
 
     Fake tensors have no values: every token counts as supervised and every gradient as finite.
     On `cuda` operators take CUDA's paths, and host memory is not counted.
+
+    Args:
+        should_run_each_micro_batch: Run all micro-batches, also those that repeat earlier ones.
     """
     began = time.perf_counter()
-    with _use_fake_group(rank, plan.layout.world_size):
+    report = None
+    # A preference objective keeps tensors of every micro-batch.
+    if not should_run_each_micro_batch and recipe.preference is None:
+        shortened = shorten_step(
+            plan.layout,
+            RankGrid(plan.layout).coordinates(rank)["pp"],
+            plan.batch.gradient_accumulation_steps,
+        )
+        if shortened is not None:
+            report = _rehearse_step(recipe, plan, rank, device_type, shortened)
+    if report is None:
+        report = _rehearse_step(recipe, plan, rank, device_type, None)
+    assert report is not None
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def _rehearse_step(
+    recipe: Recipe,
+    plan: Plan,
+    rank: int,
+    device_type: RehearsalDevice,
+    shortened: ShortenedStep | None,
+) -> RankRehearsal | None:
+    """Run the step, or a shorter one; None if the whole step does not follow from that."""
+    with use_fake_group(rank, plan.layout.world_size):
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
         live = LiveMemoryTracker(None if device_type == "cpu" else device_type)
         recorder = CollectiveRecorder()
-        weight_storage = _FakeStorage(fake, live)
+        weight_storage = FakeStorage(fake, live)
         with weight_storage:
             weight_offload = build_fake_weight_offload(
                 recipe, device, is_sharded=plan.layout.is_sharded
@@ -117,7 +150,7 @@ def rehearse_rank(
         model = _build_model(recipe, plan, device, weight_storage, offload=weight_offload)
         reference = None
         if recipe.preference is not None and has_frozen_reference(recipe):
-            reference = _build_model(recipe, plan, device, _FakeStorage(fake, live), is_frozen=True)
+            reference = _build_model(recipe, plan, device, FakeStorage(fake, live), is_frozen=True)
         objective = _build_objective(recipe, model, reference)
         with fake, live.track_resizes(), _StepTracker(live) as watch, _replace_flex_attention():
             weights_bytes = live.register_tensors(
@@ -140,9 +173,8 @@ def rehearse_rank(
             with use_phase(live, "step"):
                 _begin_gathers(recipe, model)
                 watch.recorder = recorder
-                batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
-                accumulate_gradients(model, batches, seed=recipe.seed, step=0, objective=objective)
-                del batches  # they are not gradients, which are counted next
+                marks = UnitMarks(plan.layout, live, recorder, activation_offload)
+                num_run = _run_passes(recipe, plan, model, objective, marks, shortened)
             gradients_bytes = live.live_bytes - weights_bytes - optimizer_bytes
             if weight_offload is not None:  # the block that computed last
                 gradients_bytes -= weight_offload.count_device_bytes()
@@ -153,14 +185,15 @@ def rehearse_rank(
                     learning_rate=1e-4,
                     max_grad_norm=recipe.training.max_grad_norm,
                 )
+    collectives: tuple[Collective, ...] | None = tuple(recorder.collectives)
+    if shortened is not None:
+        collectives = marks.extend_collectives(shortened)
+    if collectives is None:
+        return None
     activation_bytes = 0 if activation_offload is None else activation_offload.peak_bytes
     parameter_bytes = 0 if weight_offload is None else weight_offload.stored_bytes
     offloaded_bytes = optimizer.num_bytes if isinstance(optimizer, OffloadedOptimizer) else 0
-    by_tier: Counter[str] = Counter()
-    offload = recipe.moved_offload
-    by_tier[offload.optimizer] += offloaded_bytes
-    by_tier[offload.activations] += activation_bytes
-    by_tier[offload.parameters] += parameter_bytes
+    by_tier = _sum_by_tier(recipe, offloaded_bytes, activation_bytes, parameter_bytes)
     return RankRehearsal(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
@@ -174,9 +207,38 @@ def rehearse_rank(
         disk_bytes=by_tier["disk"],
         peak_bytes=live.peak_bytes,
         contributions=tuple(live.list_contributions()),
-        collectives=tuple(recorder.collectives),
-        seconds=time.perf_counter() - began,
+        collectives=collectives,
+        num_run_micro_batches=num_run,
+        seconds=0.0,
     )
+
+
+def _run_passes(
+    recipe: Recipe,
+    plan: Plan,
+    model: ParallelModel,
+    objective: Objective,
+    marks: UnitMarks,
+    shortened: ShortenedStep | None,
+) -> int:
+    """Run the forward and backward passes of the step; return the number of micro-batches."""
+    batches = _build_micro_batches(plan, has_documents=has_several_documents(recipe))
+    if shortened is not None:
+        batches = batches[: shortened.num_micro_batches]
+    accumulate_gradients(model, batches, seed=recipe.seed, step=0, times=marks, objective=objective)
+    return len(batches)
+
+
+def _sum_by_tier(
+    recipe: Recipe, optimizer_bytes: int, activation_bytes: int, parameter_bytes: int
+) -> Counter[str]:
+    """Sum what is offloaded by tier, in bytes."""
+    by_tier: Counter[str] = Counter()
+    offload = recipe.moved_offload
+    by_tier[offload.optimizer] += optimizer_bytes
+    by_tier[offload.activations] += activation_bytes
+    by_tier[offload.parameters] += parameter_bytes
+    return by_tier
 
 
 def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:
@@ -222,36 +284,6 @@ def _build_optimizer(
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameters=weight_offload if isinstance(weight_offload, ParameterOffload) else None,
     )
-
-
-@contextmanager
-def _use_fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """Use a process group whose collectives return immediately; none for a single rank."""
-    if world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class _FakeStorage(AbstractContextManager[None]):
-    """Context in which the model gets fake storage; counts its bytes and DDP's buckets."""
-
-    def __init__(self, fake: FakeTensorMode, tracker: LiveMemoryTracker) -> None:
-        self._fake = fake
-        self._tracker = tracker
-        self._exit_stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._exit_stack.enter_context(self._fake)
-        self._exit_stack.enter_context(self._tracker)
-        self._exit_stack.enter_context(use_phase(self._tracker, "build"))
-
-    def __exit__(self, *_: object) -> None:
-        self._exit_stack.close()
 
 
 def choose_rehearsed_attention(recipe: Recipe, device_type: str) -> AttentionSetting:

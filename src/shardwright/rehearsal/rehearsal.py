@@ -115,6 +115,12 @@ class Rehearsal:
         )
 
     @property
+    def num_run_micro_batches(self) -> tuple[int, int]:
+        """Fewest and most micro-batches of a step that a rank has run."""
+        counts = [report.num_run_micro_batches for report in self.reports]
+        return min(counts), max(counts)
+
+    @property
     def peak_bytes(self) -> int:
         """Peak bytes of the rank that needs most."""
         return max(report.peak_bytes for report in self.reports)
@@ -188,6 +194,7 @@ class Rehearsal:
                 }
                 for call in report.collectives
             ],
+            "num_run_micro_batches": report.num_run_micro_batches,
             "seconds": round(report.seconds, 3),
         }
 
@@ -199,6 +206,7 @@ def rehearse(
     device: RehearsalDevice = "cpu",
     settings: Sequence[str] = (),
     should_run_each_rank: bool | None = None,
+    should_run_each_micro_batch: bool = False,
     on_report: Callable[[RankRehearsal], None] = lambda _report: None,
 ) -> Rehearsal:
     """Rehearse one optimizer step of every role, in parallel processes.
@@ -208,6 +216,7 @@ def rehearse(
         settings: lines about what a run on the recipe's cluster would choose by free memory.
         should_run_each_rank: rehearse every rank; default for at most `MAX_RANKS_WITHOUT_ROLES`
             ranks.
+        should_run_each_micro_batch: run all micro-batches, also those that repeat earlier ones.
         on_report: called with every role's report when it is finished.
 
     Raises:
@@ -228,11 +237,21 @@ def rehearse(
     roles = list_roles(plan.layout, should_run_each_rank=should_run_each_rank)
     reports: list[RankRehearsal] = []
     if len(roles) == 1 and device == "cpu":
-        reports.append(rehearse_rank(recipe, plan, roles[0].rank))
+        reports.append(
+            rehearse_rank(
+                recipe,
+                plan,
+                roles[0].rank,
+                should_run_each_micro_batch=should_run_each_micro_batch,
+            )
+        )
         on_report(reports[0])
     else:  # a process that has used CUDA keeps its context's memory until it ends
         workers = min(len(roles), os.cpu_count() or 1)
-        arguments = zip(*((recipe, plan, role.rank, device) for role in roles), strict=True)
+        arguments = zip(
+            *((recipe, plan, role.rank, device, should_run_each_micro_batch) for role in roles),
+            strict=True,
+        )
         others = active_children()
         with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
             with block_interrupts():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.rehearsal.collective_recorder import CollectiveRecorder
-from shardwright.rehearsal.rank_rehearsal import _use_fake_group
+from shardwright.rehearsal.fake_contexts import use_fake_group
 
 
 def run_functional(name: str, x: Tensor) -> None:
@@ -31,7 +31,7 @@ def run_functional(name: str, x: Tensor) -> None:
 def test_functional_collectives_have_the_bytes_of_a_ring(
     name: str, num_bytes: int, sent_bytes: float
 ) -> None:
-    with _use_fake_group(0, 4), CollectiveRecorder() as recorder:
+    with use_fake_group(0, 4), CollectiveRecorder() as recorder:
         run_functional(name, torch.zeros(8))
     assert [(call.kind, call.num_bytes, call.sent_bytes) for call in recorder.collectives] == [
         (name, num_bytes, sent_bytes)
