@@ -287,9 +287,7 @@ def compute_live_activations(
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
     returning: tuple[tuple[int, float], ...] = ()
     if is_ordered and len(kinds) > 1:
-        # The last pass of all is one of the ending moments, which count its gathers.
-        num_ending = 1 if should_count_gathers(candidate) else 0
-        moments = _list_backward_moments(facts, kinds, load, num_ending)
+        moments = _list_backward_moments(facts, kinds, candidate, load)
         if candidate.activation_offload != "none":
             moments = moments[:1]  # of the last layer; of the others few tensors are on the device
             returning = _list_returning_moments(facts, kinds, load)
@@ -331,15 +329,16 @@ def compute_live_activations(
 def _list_backward_moments(
     facts: ModelFacts,
     kinds: Sequence[tuple[LayerKind, LayerActivations]],
+    candidate: Candidate,
     load: StageLoad,
-    num_ending: int,
 ) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward.
-    Without the last `num_ending` backward passes."""
+    """List the moments in which each kind of layer is the first of its kind to run backward."""
     layers, slots = _order_layers(facts, kinds, load)
     moments: dict[int, tuple[float, float]] = {}
     freed = 0.0
-    for slot in reversed(slots[num_ending:]):
+    # The last pass may be an ending moment, which counts the groups that are gathered then.
+    first = int(should_count_gathers(candidate))
+    for slot in reversed(slots[first:]):
         layer = layers[slot]
         moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
         freed += layer.saved_bytes
