@@ -8,6 +8,7 @@ same folder and the first rename wins.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -80,11 +81,13 @@ def build_once(
             if lock.wait_for(folder):
                 _fill_folder(folder, build, lock.identity)
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise DataError(
             f"the cache of tokenised data cannot be written: {error.strerror or error}",
             field="data.cache_dir",
             got=str(error.filename or folder),
-            remedy="Name a folder that is writable and has space (or set SHARDWRIGHT_CACHE)",
+            remedy=f"{'Free space there, or set' if is_full else 'Set'} another folder "
+            "(or SHARDWRIGHT_CACHE)",
         ) from error
     return folder
 

@@ -65,12 +65,12 @@ def get_launcher_pid() -> int:
 def find_launcher_pid() -> int | None:
     """Return the process id of the launcher that ends this rank with itself, or None.
 
-    That is our own launcher, or torchrun. The parent of another rank may end before it, as the
-    shell of an ssh session does.
+    That is our own launcher, or torchrun, if it is the parent: a shell or a profiler may be between
+    them. The parent of another rank may end before it, as the shell of an ssh session does.
     """
-    if LAUNCHER_VARIABLE in os.environ or _TORCHRUN_VARIABLE in os.environ:
-        return get_launcher_pid()
-    return None
+    launcher_pid = get_launcher_pid()
+    is_launched = LAUNCHER_VARIABLE in os.environ or _TORCHRUN_VARIABLE in os.environ
+    return launcher_pid if is_launched and launcher_pid == os.getppid() else None
 
 
 def get_outcome_path(control: Path, rank: int) -> Path:

@@ -109,7 +109,7 @@ def train(
         else:
             from shardwright.training.rank_run import train_rank
 
-            with listen_for_stop(is_foreground=ranks is None) as stop:
+            with listen_for_stop(is_foreground=ranks is None) as stop, _watch_launcher(stop):
                 train_rank(
                     recipe,
                     ranks or RankEnvironment(),

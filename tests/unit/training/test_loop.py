@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -85,13 +83,22 @@ def test_step_time_includes_the_work_of_the_device(
 def test_a_rank_saves_and_ends_if_its_launcher_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = subprocess.Popen([sys.executable, "-c", ""])
-    launcher.wait()
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(launcher.pid))
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    parents = iter([os.getppid()])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
     with pytest.raises(Preempted, match="saved at step 1 of 2"):
         train(build_recipe(tmp_path))
     (stopped,) = read_events(tmp_path / "run").filter_by_type(PreemptionEvent)
     assert stopped.step == 1
+
+
+def test_a_rank_behind_a_wrapper_of_its_launcher_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent is a shell or a profiler."""
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getpid()))
+    train(build_recipe(tmp_path))
+    assert not read_events(tmp_path / "run").filter_by_type(PreemptionEvent)
 
 
 def test_an_evaluation_that_a_stop_interrupted_is_repeated(

@@ -170,7 +170,7 @@ def test_a_new_plan_searches_with_the_settings_of_the_recipe(
     monkeypatch.setattr(run_prediction, "split_prediction", lambda *_: None)
     monkeypatch.setattr(run_prediction, "replan", lambda *given: arguments.extend(given))
     run_prediction.find_slowdown(run, prediction, StepSeconds(1.0, 1.0, {}))
-    template = arguments[4].template
+    template = arguments[2].template
     assert (template.loss_chunk_tokens, template.is_loss_chunk_auto) == (1024, True)
     assert template.working_weights == "auto"
     assert arguments[1] == prediction.candidate
