@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -131,11 +132,17 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Send the counts of repeated tests at once.
+    """Use an empty cache; send the counts of repeated tests at once.
 
-    The plugin writes one message after another before it reads, which Nagle's algorithm and delayed
-    acknowledgements make a wait of 40 ms for every test that may be repeated.
+    The user's cache may have step times that `tune` measured, which decide `layout: auto`.
+
+    The plugin for repeats writes one message after another before it reads, which Nagle's algorithm
+    and delayed acknowledgements make a wait of 40 ms for every test that may be repeated.
     """
+    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit it
+        cache = TemporaryDirectory(prefix="shardwright-cache-", ignore_cleanup_errors=True)
+        os.environ["SHARDWRIGHT_CACHE"] = cache.name
+        config.add_cleanup(cache.cleanup)
     connection = getattr(getattr(config, "failures_db", None), "sock", None)
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
