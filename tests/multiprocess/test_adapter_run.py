@@ -133,7 +133,7 @@ def test_peft_and_transformers_load_the_export(
         == ExitCode.DONE
     )
     summary = json.loads(capsys.readouterr().out)
-    assert (summary["dtype"], summary["held_against"], summary["checked"]) == ("fp32", "peft", True)
+    assert (summary["dtype"], summary["checked_with"], summary["checked"]) == ("fp32", "peft", True)
     assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -71,12 +71,12 @@ ChecklistOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="Device: auto, cpu or cuda.")]
 Budget = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--budget",
         min=1.0,
         help=(
-            "Time limit for --calibrate in seconds; "
+            "Time limit for --calibrate in seconds, by default 120; "
             "measurements that do not fit are skipped and listed."
         ),
     ),
@@ -93,7 +93,7 @@ def doctor_command(
     layout: LayoutOption = None,
     overrides: Overrides = None,
     calibrate: CalibrateOption = None,
-    budget: Budget = 120.0,
+    budget: Budget = None,
     checklist: ChecklistOption = None,
     device: DeviceOption = "auto",
     timeout: TimeoutOption = 60.0,
@@ -106,20 +106,9 @@ def doctor_command(
 
     Starts ranks on this machine, or runs as a rank of torchrun or srun, on any number of nodes.
     """
-    if device not in get_args(DeviceKind):
-        raise InputError(
-            "not a device type", field="--device", got=device, allowed="auto, cpu or cuda"
-        )
+    _check_options(device, recipe, calibrate, budget, checklist)
     kind = cast(DeviceKind, device)
     if checklist is not None:
-        if recipe is not None or calibrate is not None:
-            conflicting = "--recipe" if recipe is not None else "--calibrate"
-            raise InputError(
-                "--checklist measures nothing, so it excludes this option",
-                field="--checklist",
-                got=conflicting,
-                remedy="Remove one of them",
-            )
         _check_recipe(checklist, overrides, layout, nproc, html=html, json_output=json_output)
         return
     if overrides and recipe is None:
@@ -130,18 +119,20 @@ def doctor_command(
     degrees = _resolve_layout(section, _choose_world_size(nproc, ranks, section, device))
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.doctor.diagnosis import examine
+    from shardwright.doctor.examination import CALIBRATION_SECONDS
     from shardwright.doctor.rates.cluster_profile import build_request
     from shardwright.launch.auto_layout import choose_planned_precision
 
     if loaded_recipe is not None:
         loaded_recipe = resolve_precision(loaded_recipe, choose_planned_precision(loaded_recipe))
+    budget_seconds = CALIBRATION_SECONDS if budget is None else budget
     request = build_request(
         loaded_recipe,
         degrees,
         device=kind,
         timeout_seconds=timeout,
         should_calibrate=calibrate is not None,
-        budget_seconds=budget,
+        budget_seconds=budget_seconds,
     )
     is_writer = ranks is None or ranks.rank == 0
     for option, file in (("--calibrate", calibrate), ("--html", html)):
@@ -150,7 +141,7 @@ def doctor_command(
     if calibrate is not None and is_writer:
         sys.stderr.write(
             "Measuring rates for the planner: "
-            f"at most {budget:g} s in addition to the usual checks\n"
+            f"at most {budget_seconds:g} s in addition to the usual checks\n"
         )
     diagnosis = examine(request, degrees.world_size)
     if diagnosis is None:  # rank 0 prints the results
@@ -161,6 +152,33 @@ def doctor_command(
             "; ".join(f"{f.value}. {f.remedy}" for f in diagnosis.findings if f.verdict == "fail")
         )
     _print_diagnosis(diagnosis, request, calibrate, html=html, json_output=json_output)
+
+
+def _check_options(
+    device: str,
+    recipe: Path | None,
+    calibrate: Path | None,
+    budget: float | None,
+    checklist: Path | None,
+) -> None:
+    if device not in get_args(DeviceKind):
+        raise InputError(
+            "not a device type", field="--device", got=device, allowed="auto, cpu or cuda"
+        )
+    if budget is not None and calibrate is None:
+        raise InputError(
+            "it limits --calibrate, which is not given",
+            field="--budget",
+            got=budget,
+            remedy="Add --calibrate OUT, or remove --budget",
+        )
+    if checklist is not None and (recipe is not None or calibrate is not None):
+        raise InputError(
+            "--checklist measures nothing, so it excludes this option",
+            field="--checklist",
+            got="--recipe" if recipe is not None else "--calibrate",
+            remedy="Remove one of them",
+        )
 
 
 def _choose_world_size(

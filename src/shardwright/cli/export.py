@@ -118,7 +118,7 @@ def export_command(
             {
                 "weight_files": ["adapter_model.safetensors"],
                 "checked": check,
-                "held_against": written.checked_with,
+                "checked_with": written.checked_with,
             }
             if isinstance(written, ExportedAdapters)
             else {"weight_files": written.weight_files, "checked": check, "quantised": quantise}

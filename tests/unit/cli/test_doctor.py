@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from rich.console import Console
@@ -89,8 +89,14 @@ def test_wrong_options_are_refused_before_anything_starts(
     assert field in capsys.readouterr().err
 
 
-def test_the_budget_is_that_of_the_calibration() -> None:
-    assert inspect.signature(doctor_command).parameters["budget"].default == CALIBRATION_SECONDS
+def test_the_help_names_the_budget_of_the_calibration() -> None:
+    _, option = get_args(get_type_hints(doctor_command, include_extras=True)["budget"])
+    assert f"by default {CALIBRATION_SECONDS:g};" in option.help
+
+
+def test_a_budget_without_calibration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--budget", "30"]) == ExitCode.WRONG_INPUT
+    assert "--budget: it limits --calibrate, which is not given" in capsys.readouterr().err
 
 
 def test_a_failed_checklist_exits_with_1_and_one_object(
