@@ -101,12 +101,17 @@ def list_reserved_bytes(
 
 
 @pytest.mark.long
-def test_changing_lengths_reserve_no_more_than_full_rows(traces: dict[int, Trace]) -> None:
-    """In the expandable segments of a run; fixed ones would reserve more."""
+def test_changing_lengths_reserve_no_more_than_the_worst_one(traces: dict[int, Trace]) -> None:
+    """In the expandable segments of a run; fixed ones would reserve more.
+
+    The worst one is not the longest: blocks of 3,072 tokens leave larger gaps than those of 4,096.
+    """
     lengths = random.Random(0).choices(LENGTHS, weights=(6, 4, 2, 1), k=NUM_STEPS)
     reserved = list_reserved_bytes(traces, lengths, is_expandable=True)
-    of_full_rows = list_reserved_bytes(traces, [max(LENGTHS)] * NUM_STEPS, is_expandable=True)
+    of_one_length = [
+        list_reserved_bytes(traces, [length] * 3, is_expandable=True)[-1] for length in LENGTHS
+    ]
     in_fixed_segments = list_reserved_bytes(traces, lengths, is_expandable=False)
     assert reserved[0] < reserved[-1] == reserved[NUM_STEPS // 2]  # it grows, and then no more
-    assert reserved[-1] <= of_full_rows[-1] + LARGE_PAGE_BYTES
+    assert reserved[-1] <= max(of_one_length) + LARGE_PAGE_BYTES
     assert in_fixed_segments[-1] > 1.05 * reserved[-1]
