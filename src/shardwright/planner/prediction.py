@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.candidate import Candidate
 from shardwright.planner.uncertainty import MIN_FIT_PROBABILITY, Uncertainty, format_probability
 from shardwright.units import format_bytes
 
@@ -225,7 +225,7 @@ class Prediction:
             "precision": candidate.precision,
             "recompute": candidate.recompute,
             "optimizer": candidate.optimizer,
-            "adapter": _describe_adapter(candidate.adapter),
+            "adapter": None if candidate.adapter is None else asdict(candidate.adapter),
             "offload": candidate.offload,
             "parameter_offload": candidate.parameter_offload,
             "activation_offload": candidate.activation_offload,
@@ -253,16 +253,6 @@ class Prediction:
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "model_flops_utilisation": self.model_flops_utilisation,
         }
-
-
-def _describe_adapter(adapter: LowRankAdapter | None) -> dict[str, Any] | None:
-    """Return the adapters as a JSON object, without magnitudes where they have none."""
-    if adapter is None:
-        return None
-    described = asdict(adapter)
-    if not adapter.has_magnitudes:
-        del described["has_magnitudes"]
-    return described
 
 
 def _name_ends(interval: tuple[float, float]) -> dict[str, float]:
