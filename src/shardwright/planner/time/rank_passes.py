@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from operator import ge
+from typing import TypeVar
 
 from shardwright.planner.memory.stage_load import BackwardMoment, RankPass
 from shardwright.schedule import Action
 from shardwright.schedule.transfers import LOOKAHEAD
+
+_Moment = TypeVar("_Moment", BackwardMoment, RankPass)
 
 
 def list_rank_moments(
@@ -56,17 +59,11 @@ def list_rank_moments(
             )
         )
         num_deferred += is_deferring
-    largest: list[BackwardMoment] = []
-    for moment in sorted(map(BackwardMoment._make, found), reverse=True):
-        # One with at least as much of everything precedes.
-        if not any(
-            other.num_staying == moment.num_staying
-            and other.is_deferring == moment.is_deferring
-            and all(map(ge, other, moment))
-            for other in largest
-        ):
-            largest.append(moment)
-    return tuple(reversed(largest))
+    return _select_largest(
+        map(BackwardMoment._make, found),
+        get_kind=lambda moment: (moment.num_staying, moment.is_deferring),
+        has_all=lambda one, other: all(map(ge, one, other)),
+    )
 
 
 def _find_links(rank_of_stage: Sequence[int]) -> list[bool]:
@@ -114,17 +111,25 @@ def list_rank_passes(row: Sequence[Action], rank_of_stage: Sequence[int]) -> tup
         saved[own] += kind == "F"
         deferred[own] += kind == "I"
         with_gradients[own] |= kind == "B"
-    return tuple(_select_largest(found))
+    return _select_largest(
+        found,
+        get_kind=lambda each: each[:3],
+        has_all=lambda one, other: all(map(_has_all, one[3:], other[3:])),
+    )
 
 
-def _select_largest(passes: Iterable[RankPass]) -> list[RankPass]:
-    """Select the passes of which none of the same kind and stage has at least as much of all."""
-    largest: list[RankPass] = []
-    for each in sorted(passes, reverse=True):
-        rivals = (other for other in largest if other[:3] == each[:3])
-        if not any(all(map(_has_all, other[3:], each[3:])) for other in rivals):
+def _select_largest(
+    items: Iterable[_Moment],
+    get_kind: Callable[[_Moment], Hashable],
+    has_all: Callable[[_Moment, _Moment], bool],
+) -> tuple[_Moment, ...]:
+    """Select the items of which no other of the same kind has at least as much of everything, in
+    ascending order."""
+    largest: list[_Moment] = []
+    for each in sorted(items, reverse=True):  # one with at least as much of everything precedes
+        if not any(get_kind(one) == get_kind(each) and has_all(one, each) for one in largest):
             largest.append(each)
-    return sorted(largest)
+    return tuple(reversed(largest))
 
 
 def _has_all(numbers: tuple[int, ...], others: tuple[int, ...]) -> bool:
