@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
@@ -86,6 +87,11 @@ class TrialOutcome:
         return cls(
             **content | {"measurement": None if measured is None else Measurement(**measured)}
         )
+
+
+def format_current_time() -> str:
+    """Format the time of a measurement that has just ended, in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def measure_steps(

@@ -45,7 +45,7 @@ from shardwright.tuning.candidates import (
     parse_settings,
 )
 from shardwright.tuning.halving import HalvingResult, Trial, choose_rounds, run_halving
-from shardwright.tuning.measurement import TrialOutcome
+from shardwright.tuning.measurement import TrialOutcome, format_current_time
 from shardwright.tuning.results_file import ResultsFile, SearchIdentity
 from shardwright.tuning.trial import remove_abandoned_trials, run_trial
 from shardwright.tuning.tuning_result import TriedCandidate, TuningOptions, TuningResult
@@ -288,7 +288,7 @@ def _save_profile(
     cluster: Cluster, workload: str, tried: Iterable[TriedCandidate]
 ) -> tuple[Path | None, str | None]:
     """Add the measured steps to the cluster's file; return the file, or None and the problem."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    now = format_current_time()
     steps: list[TunedStep] = [
         build_tuned_step(
             each.candidate.prediction,

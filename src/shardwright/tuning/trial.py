@@ -16,7 +16,13 @@ from shardwright.launch.launch_limit import LaunchLimit
 from shardwright.launch.launcher import launch_ranks
 from shardwright.launch.stop_signals import StopRequest
 from shardwright.telemetry.event_log import StepEvent, read_events
-from shardwright.tuning.measurement import WARMUP_STEPS, TrialOutcome, TrialStatus, measure_steps
+from shardwright.tuning.measurement import (
+    WARMUP_STEPS,
+    TrialOutcome,
+    TrialStatus,
+    format_current_time,
+    measure_steps,
+)
 
 TRIAL_FOLDER_PREFIX = "trial-"
 _MAX_REASON_CHARACTERS = 300
@@ -118,8 +124,7 @@ def run_trial(
         expected = WARMUP_STEPS + num_steps
         reason = f"logged {len(events)} of {expected} steps"
         return TrialOutcome("failed", total_seconds, reason=reason)
-    measured_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return TrialOutcome("measured", total_seconds, measured, measured_at=measured_at)
+    return TrialOutcome("measured", total_seconds, measured, measured_at=format_current_time())
 
 
 def remove_abandoned_trials(folder: Path) -> None:
