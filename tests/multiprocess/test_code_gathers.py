@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import FP8Section, NVFP4Section
 from shardwright.layout import Layout, RankGrid
 from shardwright.model.products.fp8 import Scaling, compute_block_maxima
@@ -183,3 +184,18 @@ def test_gathered_codes_give_the_gradients_of_gathered_bf16(
             for step, right in zip(wrong, plain, strict=True)
             for key, gradient in right.gradients.items()
         ), mutation
+
+
+def test_matrices_with_dora_are_gathered_in_bf16(gloo_ranks: RankPool) -> None:
+    """DoRA computes norms of their rows, for which there must be values and not only codes."""
+    adapters = AdapterSection(kind="dora", rank=2, targets=["q_proj"])
+    cell = replace(CELLS["zero2-nvfp4"], adapters=adapters)
+    plain = gloo_ranks.run(2, run_step, cell, "bf16")
+    coded = gloo_ranks.run(2, run_step, cell, "none")
+    for wide, narrow in zip(plain, coded, strict=True):
+        assert wide.gradients
+        for key, gradient in wide.gradients.items():
+            assert torch.equal(gradient, narrow.gradients[key]), key
+        kinds = {name.split(".")[-2] for name in narrow.shapes}
+        assert {"k_proj", "down_proj"} < kinds
+        assert "q_proj" not in kinds

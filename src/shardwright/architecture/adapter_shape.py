@@ -58,6 +58,11 @@ class AdapterShape:
         """True if an adapted product is x W + scale x A B, of the same x."""
         return self.kind != "dora" and self.dropout == 0.0
 
+    @property
+    def has_row_norms(self) -> bool:
+        """True if each use of an adapted matrix also computes norms of its rows, from its values."""
+        return self.kind == "dora"
+
 
 def get_module_name(spec: ParameterSpec) -> str:
     """Return the name of the matrix's module; for a stacked parameter its own name."""

@@ -9,7 +9,8 @@ Both products of a weight read the same codes in `blockwise` and `nvfp4`. In `ro
 and `mxfp8` the output and the input gradient read different ones, together as large as bf16. Where
 each pass gathers and reads one of them, its gather sends those. A block that recomputes its
 products reads both in its backward pass, and a compiled one may read in its forward pass what the
-backward pass needs: its weights are gathered in bf16.
+backward pass needs: its weights are gathered in bf16. So are matrices with DoRA, whose row norms
+are computed from their values.
 
 [Note: FSDP2's extension] FSDP2 asks the local tensor of a shard for two methods: one returns what
 is gathered, the other the gathered weight. torch documents them for subclasses of tensors, and
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from shardwright.architecture import AdapterShape
 from shardwright.model.decoder import Decoder
 from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.gathered_weight import GatheredWeight, list_sent_parts
@@ -83,8 +85,10 @@ def gather_codes(
                 continue
             gather = _CodeGather(products, group, parameter)
             shape = tuple(parameter._orig_size)
+            adapters: AdapterShape | None = info.module.adapters
             if (
                 info.module.is_transposed
+                or (adapters is not None and adapters.has_row_norms)
                 or not has_whole_block_shards(section.recipe, shape, num_shards)
                 or not (gather.has_one_set or group._reshard_after_forward)
                 or not (gather.has_one_set or info.module not in repeating)
@@ -98,8 +102,8 @@ def gather_codes(
     if wide:
         logger.info(
             "%d of %d quantised weights are gathered in the compute precision, not in 8 bits: "
-            "their shards are no whole blocks, they are stored as [in, out], their maxima are "
-            "offloaded, or one gather would have to bring two sets of codes (%s)",
+            "their shards are no whole blocks, they are stored as [in, out], DoRA computes norms of "
+            "their rows, their maxima are offloaded, or one gather would have to bring two sets of codes (%s)",
             len(wide),
             len(wide) + len(gathered),
             ", ".join(wide[:3]) + (", .." if len(wide) > 3 else ""),

@@ -349,13 +349,13 @@ class Candidate:
 
         Codes that differ between the passes need a gather for each, and a backward pass that does
         not compute outputs again. Frozen matrices in 4 bits are gathered as they are stored;
-        offloaded ones are counted in bf16.
+        offloaded ones, and all matrices with DoRA, are counted in bf16.
         """
         gathers = None if self.scaled_shares is None else self.scaled_shares.code_gathers
         if gathers is None or not self.is_sharded:
             return False
-        if self.adapter is not None and (
-            self.adapter.quantised or self.parameter_offload != "none"
+        if (adapter := self.adapter) is not None and (
+            adapter.quantised or adapter.has_magnitudes or self.parameter_offload != "none"
         ):
             return False
         if gathers.has_agreed_maxima and self.has_offloaded_shards:

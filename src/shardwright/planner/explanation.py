@@ -236,6 +236,8 @@ def explain_gathers(facts: ModelFacts, candidate: Candidate) -> str:
     gathers = None if shares is None else shares.code_gathers
     if gathers is None:
         return "Weights are gathered in bf16: they are stored as [in, out]."
+    if candidate.adapter is not None and candidate.adapter.has_magnitudes:
+        return "Weights are gathered in bf16: DoRA computes the norms of their rows."
     rows = format_items(gathers.block_rows, "row")
     blocks = f"8-bit gathers need whole blocks of {rows} on each rank."
     if share:

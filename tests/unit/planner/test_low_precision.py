@@ -25,7 +25,7 @@ from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.model.products.working_weights import WorkingWeights
-from shardwright.planner.candidate import Candidate
+from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.explanation import explain_gathers
 from shardwright.planner.low_precision import (
     COMPILED_BYTES,
@@ -257,6 +257,11 @@ def test_codes_are_gathered_where_shards_are_whole_blocks() -> None:
     # The scale of a whole matrix is agreed before the first gather.
     rows = replace(make_candidate(LLAMA), layout=block.layout)
     assert "whole blocks of 1 row on" in explain_gathers(facts, rows)
+    # DoRA reads the values of the matrices.
+    changes = {"adapter": LowRankAdapter(8, has_magnitudes=True)}
+    candidate, wide_bytes, _ = predict(16, 3, changes, recipe="blockwise")
+    assert wide_bytes == plain
+    assert explain_gathers(facts, candidate).endswith("DoRA computes the norms of their rows.")
 
 
 def count_temporary_bytes(candidate: Candidate) -> float:
