@@ -157,7 +157,7 @@ def build_schedule(
     >>> print(build_schedule("zbv", 4, 8))
     ZBV: 4 ranks, 8 stages, 8 micro-batches
     """
-    family, stages = _check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
+    family, stages = check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
     return Schedule(
         family.title,
         tuple(
@@ -167,10 +167,14 @@ def build_schedule(
     )
 
 
-def _check_numbers(
+def check_numbers(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None
 ) -> tuple[ScheduleFamily, int]:
-    """Return the family and its stages per rank."""
+    """Return the family of a named schedule and its stages per rank.
+
+    Raises:
+        ScheduleError: unsupported numbers; names the nearest supported ones.
+    """
     family = _get_family(name)
     stages = count_stages_per_rank(name, virtual_stages)
     for number, name_of_number in ((num_ranks, "ranks"), (num_micro_batches, "micro_batches")):
@@ -203,7 +207,7 @@ def build_schedule_row(
     name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int | None, rank: int
 ) -> ActionRow:
     """Build the actions of one rank of a named schedule, without those of the others."""
-    family, stages = _check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
+    family, stages = check_numbers(name, num_ranks, num_micro_batches, virtual_stages)
     return family.build_row(rank, num_ranks, num_micro_batches, stages)
 
 

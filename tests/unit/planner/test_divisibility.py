@@ -16,6 +16,7 @@ from shardwright.planner.search.divisibility import (
     list_divisors,
     list_schedules,
 )
+from shardwright.schedule.registry import PIPELINE_SCHEDULES, build_schedule
 from tests.unit.planner import models
 
 
@@ -51,6 +52,24 @@ def test_the_planner_and_the_engine_refuse_the_same_layouts(
                     (str(layout), explain_layout_conflict(facts, layout, sequence_length, 8))
                 )
     assert differences == []
+
+
+def test_the_planner_and_the_engine_refuse_the_same_schedules() -> None:
+    shape = models.read_shape("llama")
+    facts = ModelFacts(shape)
+    for schedule, virtual, pp, num in product(
+        PIPELINE_SCHEDULES, (None, 1, 2, 9), (2, 3, 4), (1, 2, 6)
+    ):
+        layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual)
+        try:
+            placement.partition_stages(shape, layout, 128)
+            build_schedule(schedule, pp, num, virtual)
+        except InputError as error:
+            refusal: InputError | None = error
+        else:
+            refusal = None
+        conflict = explain_layout_conflict(facts, layout, 128, num)
+        assert (conflict is None) == (refusal is None), (layout, num, conflict, refusal)
 
 
 def test_layers_can_be_partitioned_for_every_listed_schedule() -> None:

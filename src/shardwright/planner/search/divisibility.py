@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import isqrt
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, ScheduleError
 from shardwright.layout import Layout
 from shardwright.layout.context_method import check_context_parallel
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.schedule.registry import PIPELINE_SCHEDULES, count_stages_per_rank
+from shardwright.schedule.registry import (
+    PIPELINE_SCHEDULES,
+    check_numbers,
+    count_stages_per_rank,
+)
 
 
 @lru_cache(maxsize=4096)
@@ -136,8 +140,20 @@ def explain_layout_conflict(
     if reason is None and layout.pp > facts.shape.num_layers:
         reason = f"{facts.shape.num_layers} layers are fewer than pp {layout.pp}"
     if reason is None and layout.pp > 1 and layout.schedule in PIPELINE_SCHEDULES:
-        possible = set(list_schedules(facts, layout.pp, num_micro_batches)) | {("gpipe", None)}
-        if (layout.schedule, layout.virtual_stages) not in possible:
-            tried = f"{layout.schedule} with {num_micro_batches} micro-batches"
-            reason = f"{tried} cannot run over {layout.pp} ranks of this model"
+        reason = _explain_schedule_conflict(facts, layout, num_micro_batches)
     return reason
+
+
+def _explain_schedule_conflict(
+    facts: ModelFacts, layout: Layout, num_micro_batches: int
+) -> str | None:
+    try:
+        _, stages_per_rank = check_numbers(
+            layout.schedule, layout.pp, num_micro_batches, layout.virtual_stages
+        )
+    except ScheduleError as error:
+        return error.problem
+    num_stages = layout.pp * stages_per_rank
+    if num_stages <= facts.shape.num_layers:
+        return None
+    return f"{facts.shape.num_layers} layers are fewer than {num_stages} stages"
