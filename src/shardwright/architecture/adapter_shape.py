@@ -60,7 +60,7 @@ class AdapterShape:
 
     @property
     def has_row_norms(self) -> bool:
-        """True if each use of an adapted matrix also computes norms of its rows, from its values."""
+        """True if each use of an adapted matrix also computes norms of its rows."""
         return self.kind == "dora"
 
 

@@ -102,8 +102,9 @@ def gather_codes(
     if wide:
         logger.info(
             "%d of %d quantised weights are gathered in the compute precision, not in 8 bits: "
-            "their shards are no whole blocks, they are stored as [in, out], DoRA computes norms of "
-            "their rows, their maxima are offloaded, or one gather would have to bring two sets of codes (%s)",
+            "their shards are no whole blocks, they are stored as [in, out], DoRA computes norms "
+            "of their rows, their maxima are offloaded, or one gather would have to bring two sets "
+            "of codes (%s)",
             len(wide),
             len(wide) + len(gathered),
             ", ".join(wide[:3]) + (", .." if len(wide) > 3 else ""),
