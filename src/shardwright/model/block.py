@@ -111,11 +111,17 @@ class Block(nn.Module):
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
         repair_compiled_gradients()
         function = torch.compile(self.forward_with_recompute, **options)
+        settings: dict[str, Any] = {}
+        if options.get("dynamic"):
+            # The sizes of rows change. Rates, scales and bounds stay constants: torch would make
+            # inputs of them, and cannot read one input in several functions of autograd.
+            settings["specialize_float"] = True
         if isinstance(self.mlp, MixtureOfExperts):
             # Operators read numbers of rows on the host. Unless this is allowed, torch breaks the
             # graph there instead of making the number a symbol.
-            allow_symbols = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-            function = allow_symbols(function)
+            settings["capture_dynamic_output_shape_ops"] = True
+        if settings:
+            function = torch._dynamo.config.patch(settings)(function)
         self._forward_function = function
 
     def forward_with_recompute(

@@ -90,11 +90,11 @@ def build(model: str, recipe: str, recompute: RecomputeKind) -> Decoder:
 
 
 def run_step(
-    decoder: Decoder, step: int, *, counts_repeats: bool = True
+    decoder: Decoder, step: int, *, counts_repeats: bool = True, num_tokens: int = 16
 ) -> tuple[list[Tensor], CountedOperands, Tensor]:
     """Return a step's gradients, the operands of its products, and their counts."""
     generator = torch.Generator().manual_seed(step)
-    ids_BT = torch.randint(0, decoder.shape.vocab_size, (2, 16), generator=generator)
+    ids_BT = torch.randint(0, decoder.shape.vocab_size, (2, num_tokens), generator=generator)
     decoder.zero_grad()
     assert decoder.rounding_totals is not None
     decoder.rounding_totals.is_counting = True
@@ -136,6 +136,21 @@ def test_layers_share_one_graph_and_quantise_the_same(
     ids_BT = torch.zeros(2, 16, dtype=torch.long)
     decoder(ids_BT, labels_BT=ids_BT, row_weight=0.5 if model == "mixtral" else None).backward()
     assert not decoder.rounding_totals.pop_table(torch.device("cpu")).any()
+    assert counter.counts == (1, 1)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_with_gw_hp", "nvfp4"])
+def test_rows_of_changing_lengths_share_a_graph(recipe: str) -> None:
+    decoder = build("llama", recipe, "none")
+    lengths = (32, 48, 16)
+    expected = [run_step(decoder, 0, num_tokens=length) for length in lengths]
+    counter = GraphCounter()
+    counter.compile(decoder, dynamic=True)
+    for length, (expected_gradients, expected_operands, _) in zip(lengths, expected, strict=True):
+        gradients, operands, _ = run_step(decoder, 0, num_tokens=length)
+        assert operands == expected_operands
+        for got, want in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
     assert counter.counts == (1, 1)
 
 
