@@ -83,6 +83,18 @@ def read_planning_shape(recipe: Recipe) -> ModelShape:
     return shape
 
 
+def set_vocabulary(recipe: Recipe, shape: ModelShape) -> Recipe:
+    """Return the recipe with the size of the vocabulary in its inline config.
+
+    A run takes it from the tokenizer, which planning does not read.
+    """
+    config = recipe.model.config
+    if config is None or "vocab_size" in config:
+        return recipe
+    sized = recipe.model.model_copy(update={"config": config | {"vocab_size": shape.vocab_size}})
+    return recipe.model_copy(update={"model": sized})
+
+
 def get_recipe_facts(recipe: Recipe, shape: ModelShape) -> ModelFacts:
     """Return the cached facts of a recipe's model, and of what the recipe freezes.
 
@@ -330,7 +342,7 @@ def build_plan_candidate(recipe: Recipe, plan: Plan) -> Candidate:
     """Describe the plan that runs as a candidate, without recomputation if it is not resolved."""
     recompute = "none" if plan.recompute == "auto" else plan.recompute
     template = replace(
-        build_template(recipe),
+        build_template(set_vocabulary(recipe, plan.shape)),
         compile=plan.is_compiled,
         has_fused_functions=plan.pointwise.kind == "compiled",
     )

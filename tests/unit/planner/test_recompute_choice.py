@@ -10,6 +10,8 @@ from itertools import pairwise
 import pytest
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.architecture.adapter_targets import add_adapters
+from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe import Recipe, RecomputeMode, RecomputeSection
 from shardwright.config.recipe_loading import validate_recipe
@@ -208,6 +210,16 @@ def test_auto_on_a_cpu_needs_a_cluster() -> None:
     resolved = resolve_recompute_here(recipe.model_copy(update={"cluster": cluster}), plan)
     assert resolved.recompute == "none"
     assert resolved.as_dict()["recompute_choice"]["layers"] == [None] * 4
+
+
+def test_the_vocabulary_of_a_run_may_be_that_of_its_tokenizer() -> None:
+    recipe = read_recipe({"budget_gib": 8})
+    adapters = AdapterSection(rank=4)
+    config = {key: size for key, size in models.CONFIGS["llama"].items() if key != "vocab_size"}
+    sized = recipe.model_copy(update={"adapters": adapters})
+    unsized = sized.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
+    plan = resolve_plan(sized, add_adapters(read_config(models.CONFIGS["llama"]), adapters), 1)
+    assert resolve_recompute_here(unsized, plan) == resolve_recompute_here(sized, plan)
 
 
 @pytest.mark.parametrize(

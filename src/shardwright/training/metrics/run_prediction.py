@@ -25,6 +25,7 @@ from shardwright.planner.problem import (
     build_plan_candidate,
     get_recipe_facts,
     restrict_to_runnable,
+    set_vocabulary,
 )
 from shardwright.planner.rates.device_rates import PEAK_PRECISIONS
 from shardwright.planner.replanning import NewPlan, replan
@@ -91,7 +92,7 @@ def _build_problem(validated_run: ValidatedRun) -> PlanningProblem:
         template,
         plan.layout.world_size,
         plan.batch.global_batch_size,
-        is_allowed=build_check(validated_run.recipe, template),
+        is_allowed=build_check(set_vocabulary(validated_run.recipe, plan.shape), template),
     )
 
 
