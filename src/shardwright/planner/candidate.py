@@ -62,15 +62,8 @@ class LowRankAdapter:
 
     rank: int
     roles: tuple[str, ...] = (
-        "query",
-        "key",
-        "value",
-        "qkv",
-        "attention_out",
-        "gate",
-        "up",
-        "gate_up",
-        "down",
+        *("query", "key", "value", "qkv", "attention_out"),
+        *("gate", "up", "gate_up", "down"),
     )
     quantised: bool = False
     unquantised: tuple[str, ...] = ()
@@ -78,6 +71,8 @@ class LowRankAdapter:
     queries, keys and values)."""
     has_magnitudes: bool = False
     """True if each output has a trained magnitude (DoRA, arXiv 2402.09353)."""
+    has_dropout: bool = False
+    """True if each adapter drops elements of its input: it saves the rest, and which they are."""
 
 
 @dataclass(frozen=True)

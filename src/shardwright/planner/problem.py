@@ -234,6 +234,7 @@ def describe_adapters(shape: ModelShape) -> LowRankAdapter | None:
         tuple(sorted(roles)),
         quantised=shape.adapters.quantize is not None,
         has_magnitudes=shape.adapters.kind == "dora",
+        has_dropout=shape.adapters.dropout > 0.0,
     )
 
 

@@ -104,7 +104,9 @@ class Case:
         if self.kind != "bf16":
             options = self.sections.get("precision", {}).get(self.kind, {})
             parts += (self.kind, *(options[key] for key in ("recipe", "compute") if key in options))
-        if "dora" in self.sections.get("adapters", {}).values():
+        adapters = self.sections.get("adapters", {})
+        parts += tuple(key for key in ("targets", "dropout") if key in adapters)
+        if adapters.get("kind") == "dora":
             parts += ("dora",)
         results = [] if self.saved is None else map(describe_results, dict.fromkeys(self.saved))
         return "-".join(map(str, (*parts, *results)))
@@ -112,7 +114,9 @@ class Case:
 
 LORA = {"adapters": {"rank": 8}}
 QLORA = {"adapters": {"rank": 8, "quantize": "nf4"}}
+LORA_OF_ATTENTION = {"adapters": {"rank": 8, "targets": ["q_proj", "v_proj"]}}
 DORA = {"adapters": {"rank": 8, "kind": "dora"}}
+DORA_WITH_DROPOUT = {"adapters": {"rank": 8, "kind": "dora", "dropout": 0.1}}
 QDORA = {"adapters": {"rank": 8, "kind": "dora", "quantize": "nf4"}}
 PREFERENCES = {"preference": {"kind": "dpo"}}
 OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes": 2**20}}
@@ -206,6 +210,9 @@ CASES = [
     Case("qwen3_moe", replace(PADDED, expert_row_limit=1.25), tolerance=0.01),
     Case("qwen3_moe", ONCE, recompute="selective", tolerance=0.01),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=LORA),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), sections=LORA_OF_ATTENTION),
+    Case("llama", Layout(), sections=DORA_WITH_DROPOUT),
+    Case("llama", Layout(pp=2), 4, sections=LORA_OF_ATTENTION, rank=1),
     Case("llama", Layout(), sections=QLORA),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=PREFERENCES),
     Case("qwen3_moe", Layout(dp_shard=2, zero_stage=3), recompute="full"),
@@ -307,6 +314,7 @@ CASES = [
     Case("olmo2", Layout(tp=2), sections=ATTENTION, tolerance=0.01),
 ]
 LONG_CASES = [
+    Case("llama", Layout(), recompute="selective", sections=DORA_WITH_DROPOUT),
     *(
         make_scaled_case(recipe, compute, model, recompute)
         for recipe in SCALED_RECIPES

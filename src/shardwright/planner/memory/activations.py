@@ -182,7 +182,7 @@ def _compute_layer_activations(
     matmul_input = _compute_column_input_bytes(candidate, facts)
     attention = compute_attention_bytes(facts, kind, candidate)
     inner, inner_matmuls, inner_gradients = compute_feed_forward_bytes(facts, kind, candidate)
-    frozen = find_frozen_products(kind)
+    frozen = find_frozen_products(kind, candidate)
     num_post_norms, total = _compute_norm_bytes(facts, kind, candidate)
     unsaved_inputs = matmul_input * (
         ("projections" in frozen) + ("up" in frozen and not kind.shape.sparse)
@@ -395,7 +395,7 @@ def build_block_tensors(
         is_adapted=candidate.adapter is not None,
         elements=count_product_elements(facts, kind, candidate),
         trained_elements=count_product_elements(facts, kind, candidate, should_skip_frozen=True),
-        frozen_products=find_frozen_products(kind),
+        frozen_products=find_frozen_products(kind, candidate),
         is_router_frozen=kind.is_frozen("router"),
         weight_bytes=get_weight_bytes(candidate, is_deferred=False),
         temporaries=compute_block_temporaries(facts, kind, candidate),

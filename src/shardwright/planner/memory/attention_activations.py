@@ -16,6 +16,7 @@ from shardwright.architecture.attention_kernel import (
 )
 from shardwright.layout.context_method import ContextMethod, choose_context_method
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.block_weights import find_frozen_products
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
 
@@ -154,7 +155,9 @@ def compute_attention_bytes(
         soft_cap = size if shape.attention_soft_cap is not None else 0
         score_bytes = scores * (max(size, 4) + cast + soft_cap)
         saved += score_bytes + 2 * tokens * (queries - attended_keys) * size
-        if kind.is_frozen("attention_out"):  # only whose product reads the output again
+        if "attention_out" in find_frozen_products(
+            kind, candidate
+        ):  # only whose product reads the output again
             saved -= tokens * queries * size
         score_products = scores * size
         matmul_results += score_products

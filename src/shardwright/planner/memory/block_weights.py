@@ -39,15 +39,27 @@ def count_largest_matrix(facts: ModelFacts, kind: LayerKind, candidate: Candidat
     )
 
 
-def find_frozen_products(kind: LayerKind) -> frozenset[Products]:
-    """Find the products of a layer of which all matrices are frozen: they save no input.
+def find_frozen_products(kind: LayerKind, candidate: Candidate) -> frozenset[Products]:
+    """Find the products of a layer of which all matrices are frozen, and none has an adapter that
+    reads the same input: they save no input.
 
-    Of experts and a shared one both must be.
+    Of experts and a shared one both must be. Under schedules with split backward passes, matrices
+    without adapters count as if they had some.
     """
     matrices = [
         product for product in (*kind.matmuls, *kind.expert_matmuls) if product.role != "router"
     ]
-    trained = {_find_products(product) for product in matrices if product.is_trained}
+    roles = candidate.adapted_roles
+    if candidate.adapter is not None and candidate.adapter.has_dropout:
+        roles = ()  # every adapter has an input of its own
+    # Counts of saved tensors that were read from allocators have their own rule for adapters.
+    if candidate.is_deferring or not candidate.engine.has_ordered_frees:
+        roles = None
+    trained = {
+        _find_products(product)
+        for product in matrices
+        if (product.is_trained if roles is None else product.role in roles)
+    }
     return frozenset(map(_find_products, matrices)) - trained
 
 
@@ -117,6 +129,9 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
         width = float(adapter.rank)
         if not (is_pipelined and product.sharding == "rows" and product in kind.matmuls):
             width += _count_local_outputs(product, layout.tp)
+        if adapter.has_magnitudes and adapter.has_dropout:
+            # The matrix also multiplies what is left of the input.
+            width += _count_local_outputs(product, layout.tp)
         if adapter.has_magnitudes and layout.tp > 1 and product.sharding == "rows":
             # Its gradient reads the product that is summed over ranks.
             width += _count_local_outputs(product, layout.tp)
@@ -128,18 +143,21 @@ def compute_adapter_input_bytes(facts: ModelFacts, kind: LayerKind, candidate: C
     """Compute the bytes that one layer's adapters save of their inputs, beyond those of their
     matrices."""
     adapter = candidate.adapter
-    if adapter is None or not candidate.engine.adapter_input_bytes:
+    if adapter is None:
         return 0.0
+    element_bytes = candidate.engine.adapter_input_bytes
+    if adapter.has_dropout and candidate.engine.has_ordered_frees:
+        element_bytes = candidate.activation_bytes + 1.0  # what is left, and a mask
     elements = sum(
         rows * _count_local_inputs(product, candidate.layout.tp)
         for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
     )
-    return elements * candidate.engine.adapter_input_bytes
+    return elements * element_bytes
 
 
 def compute_scaled_output_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
     """Compute the bytes of outputs that one layer saves to compute gradients of magnitudes: sums of
-    product and adapter, before they are scaled."""
+    product and adapter, before they are scaled; with dropout both apart."""
     adapter = candidate.adapter
     if adapter is None or not adapter.has_magnitudes:
         return 0.0
@@ -147,7 +165,7 @@ def compute_scaled_output_bytes(facts: ModelFacts, kind: LayerKind, candidate: C
         rows * _count_local_outputs(product, candidate.layout.tp)
         for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
     )
-    return elements * candidate.activation_bytes
+    return elements * candidate.activation_bytes * (1.0 + adapter.has_dropout)
 
 
 def _list_adapted_products(

@@ -24,7 +24,7 @@ def compute_feed_forward_bytes(
     numbers = candidate.engine.count_saved_tensors(candidate.adapted_roles)
     tensors = numbers.gated if gated else 2.0
     num_projections = 2.0 if gated else 1.0
-    frozen = find_frozen_products(kind)
+    frozen = find_frozen_products(kind, candidate)
     tensors -= "down" in frozen  # its input
     if experts is None:
         wide = tokens * shape.intermediate_size / tp * size
