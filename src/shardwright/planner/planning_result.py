@@ -282,6 +282,15 @@ def _list_omissions(recipe: Recipe, template: Candidate) -> Iterator[str]:
             "model.freeze: adapters freeze all of the model's weights, so predictions with "
             "adapters do not depend on it; `train` refuses both"
         )
+    shape = read_planning_shape(recipe)
+    if recipe.model.dropout == "config" and shape.attention_dropout > 0.0:
+        yield (
+            "model.dropout: the model's config drops weights of attention, for which a run stores "
+            "all of them; predictions leave out their memory and time. `model.dropout: off` needs "
+            "none"
+        )
+    elif recipe.model.dropout == "config" and shape.residual_dropout > 0.0:
+        yield "model.dropout: predictions leave out the masks of the dropout of the model's config"
 
 
 def _find_remedy(predictor: Predictor, problem: PlanningProblem) -> str:

@@ -148,6 +148,27 @@ def test_a_plan_with_adapters_says_that_freeze_changes_nothing(
     assert omission in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("dropout", "starts"),
+    [
+        ({}, ["model.dropout: the model's config drops weights of attention"]),
+        ({"attn_pdrop": 0.0}, ["model.dropout: predictions leave out the masks"]),
+        ({"attn_pdrop": 0.0, "resid_pdrop": 0.0}, []),
+    ],
+)
+def test_a_plan_says_that_it_leaves_out_dropout(
+    recipe: Path, capsys: pytest.CaptureFixture[str], dropout: dict[str, float], starts: list[str]
+) -> None:
+    sizes = {"vocab_size": 1000, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 8192}
+    config = json.dumps({"model_type": "gpt2", **sizes, **dropout})
+    words = ["plan", str(recipe), *A100, "--top", "1", "--json", "--set", f"model.config={config}"]
+    for setting, expected in (("config", starts), ("off", [])):
+        assert run([*words, "--set", f"model.dropout={setting}"]) == ExitCode.DONE
+        omissions = read_json_output(capsys)["omissions"]
+        assert len(omissions) == len(expected)
+        assert all(map(str.startswith, omissions, expected)), omissions
+
+
 def test_a_plan_refuses_a_pattern_of_frozen_parameters_that_matches_none(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
