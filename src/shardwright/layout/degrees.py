@@ -12,6 +12,7 @@ from typing import Literal
 
 from shardwright.config.layout import LayoutSection
 from shardwright.errors import LayoutError
+from shardwright.units import format_items
 
 ZeroStage = Literal[0, 1, 2, 3]
 CpMethod = Literal["auto", "ring", "all_gather", "ulysses"]
@@ -254,12 +255,14 @@ def _resolve_data_degrees(
         )
     assert shard is not None
     if replicate * shard != remaining:
+        num_needed = replicate * shard * model_degree
+        there_are = "there is" if world_size == 1 else "there are"
         raise LayoutError(
             f"dp_replicate x dp_shard x tp x pp x cp = {replicate} x {shard} x "
             f"{section.tp} x {section.pp} x {section.cp} "
-            f"= {replicate * shard * model_degree}, but there are {world_size} ranks",
+            f"= {num_needed}, but {there_are} {format_items(world_size, 'rank')}",
             field="layout",
-            remedy=f"Start {replicate * shard * model_degree} ranks (--nproc), or omit one data "
+            remedy=f"Start {format_items(num_needed, 'rank')} (--nproc), or omit one data "
             "degree: it takes the rest",
         )
     return replicate, shard

@@ -40,6 +40,7 @@ def test_an_omitted_degree_uses_the_remaining_ranks(
         ("tp=3", 4, "3 does not divide 4 ranks"),
         ("dp_shard=3", 4, "does not divide"),
         ("dp_shard=2,dp_replicate=4", 4, "= 8, but there are 4 ranks"),
+        ("dp_shard=1,dp_replicate=1", 2, "Start 1 rank "),
         ("dp_shard=2,zero_stage=0", 2, "shards nothing"),
         ("ep=3", 4, "ep = 3 does not divide"),
         ("dp_shard=2,expert_dispatch=halves", 2, "without expert parallelism (ep 1)"),
