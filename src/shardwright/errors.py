@@ -202,13 +202,15 @@ class GenerationEnded(ShardwrightError):
         self.step = step
 
 
-def find_closest_name(name: str, known: Iterable[str]) -> str | None:
+def find_closest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known word closest to `name`, or None if none is close.
+
+    `cutoff` is the least similarity, from 0 to 1 (`difflib`).
 
     >>> find_closest_name("seqence_length", ["sequence_length", "seed"])
     'sequence_length'
     """
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -7,6 +7,7 @@ a strict reading of RFC 3986 calls it a port and a path.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,9 @@ _SETTING = re.compile(
     r"('[^']*'|\"[^\"]*\"|[^\s,;)}\]'\"]+)",
     re.IGNORECASE,
 )
+_PATH_BEFORE = re.compile(r"[^\s'\"()]*/\Z")
+"""Folders in front of a name in a text."""
+_NO_SUCH_PATH = re.compile(r"no such (?:file|folder)", re.IGNORECASE)
 _AUTHORIZATION = re.compile(
     r"(\bauthorization['\"]?\s*[=:]\s*['\"]?(?:(?:bearer|basic|token)\s+)?)[^\s'\"]+",
     re.IGNORECASE,
@@ -53,6 +57,8 @@ def mask_secrets(text: str) -> str:
     'https://h/x?sig=***&part=2'
     >>> mask_secrets("S3FileSystem(key='A', secret='b c')")
     "S3FileSystem(key='A', secret=***)"
+    >>> mask_secrets("/etc/passwd: no mapping, password: abc")
+    '/etc/passwd: no mapping, password: ***'
     """
     if "://" in text:
         text = _WHOLE_URL_PASSWORD.sub(rf"\1:{MASK}@", text) if _is_url(text) else text
@@ -60,7 +66,7 @@ def mask_secrets(text: str) -> str:
         text = _URL_TOKEN.sub(rf"\1{MASK}@", text)
     text = _QUERY_VALUE.sub(rf"\1{MASK}", text)
     text = _AUTHORIZATION.sub(rf"\1{MASK}", text)
-    return _SETTING.sub(rf"\1{MASK}", text)
+    return _SETTING.sub(_mask_setting, text)
 
 
 def mask_values(value: Any) -> Any:
@@ -112,6 +118,22 @@ class MaskingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the formatted text of a record, masked."""
         return mask_secrets(super().format(record))
+
+
+def _mask_setting(match: re.Match[str]) -> str:
+    """Mask the value of a setting, unless the name is that of a file in a message: `/etc/passwd: `.
+
+    Only an existing file, or a message that it does not exist, is such a name. Everything else may
+    be a setting.
+    """
+    named, colon, space = match[1].partition(":")
+    if colon and space and not space.strip():
+        folders = _PATH_BEFORE.search(match.string[: match.start()])
+        if folders is not None and (
+            os.path.lexists(folders[0] + named) or _NO_SUCH_PATH.match(match.string, match.end(1))
+        ):
+            return match[0]
+    return f"{match[1]}{MASK}"
 
 
 def _is_url(text: str) -> bool:

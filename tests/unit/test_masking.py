@@ -212,6 +212,31 @@ def test_a_url_that_cannot_be_opened_shows_no_part_of_its_credentials(tmp_path: 
             assert "***@" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("error: {file}: a recipe must be a mapping", None),
+        ("{file}: Permission denied", None),
+        ("/gone/passwd: no such file (got 3)", None),
+        ("/gone/passwd: No such file or directory", None),
+        ("{file}: bad line, password: abc", "{file}: bad line, password: ***"),
+        ("{file}:abc", "{file}:***"),  # as in a list of users
+        ("{file}=abc", "{file}=***"),
+        ("vault/app/password: abc", "vault/app/password: ***"),
+        ("passwd: abc", "passwd: ***"),
+        ("passwd: no such file", "passwd: *** such file"),
+    ],
+)
+def test_messages_about_files_with_names_of_secrets_are_shown(
+    tmp_path: Path, text: str, shown: str | None
+) -> None:
+    """`/etc/passwd: Permission denied` lost its first word."""
+    file = tmp_path / "passwd"
+    file.write_text("")
+    given = text.format(file=file)
+    assert mask_secrets(given) == (given if shown is None else shown.format(file=file))
+
+
 def test_paths_show_no_credentials() -> None:
     import fsspec
 

@@ -199,14 +199,11 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
     for path in sorted(step_folder.glob("rank-*.json")):
         try:
             values = _decode_numbers(json.loads(path.read_text(encoding="utf-8")))
-            tensors = load_file(path.with_suffix(".safetensors"))
-            version = values["format_version"]
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise AuditInputError(
-                f"this file written by the recorder cannot be read: {error}",
-                field=str(path),
-                remedy="Record the step again",
-            ) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise _build_damage_error(path, f"cannot be read: {error}") from error
+        version = values.get("format_version") if isinstance(values, dict) else None
+        if version is None:
+            raise _build_damage_error(path, "has no format_version")
         if version != FORMAT_VERSION:
             raise AuditInputError(
                 "this file was written by another version of the recorder",
@@ -215,9 +212,24 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
                 allowed=str(FORMAT_VERSION),
                 remedy="Write a new recorder with `shardwright audit recorder` and record again",
             )
+        tensors_path = path.with_suffix(".safetensors")
+        try:
+            tensors = load_file(tensors_path)
+        except (OSError, ValueError, SafetensorError) as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            problem = "is missing" if is_missing else f"cannot be read: {error}"
+            raise _build_damage_error(tensors_path, problem) from error
         ranks.append(RankRecord(values, tensors))
     _check_ranks(step_folder, ranks)
     return StepRecord(step_folder, tuple(sorted(ranks, key=lambda rank: rank.values["rank"])))
+
+
+def _build_damage_error(path: Path, problem: str) -> AuditInputError:
+    return AuditInputError(
+        f"this file of the recorder {problem}",
+        field=str(path),
+        remedy="Copy the files of all ranks again, or record the step again",
+    )
 
 
 def _are_same(first: Tensor, second: Tensor) -> bool:
@@ -239,7 +251,9 @@ def _decode_numbers(values: Any) -> Any:
 def _choose_step(folder: Path, step: int | None) -> Path:
     if not folder.is_dir():
         raise AuditInputError(
-            "no such folder", field=str(folder), remedy="Give the folder that the recorder wrote"
+            "not a folder" if folder.exists() else "no such folder",
+            field=str(folder),
+            remedy="Give the folder that the recorder wrote",
         )
     if any(folder.glob("rank-*.json")):
         return folder

@@ -76,7 +76,7 @@ def read_weights(
             raise AuditInputError(
                 f"the record has a parameter {name}, the model {type(module).__name__} has not",
                 field=str(record.folder),
-                remedy="Give the model that was trained with --model, or rename parameters "
+                remedy="With --model, give the model that was trained, or rename parameters "
                 "to those of transformers' class or of its Hugging Face folder",
             )
         value = _read_value(record, name).to(dtype)
@@ -85,7 +85,7 @@ def read_weights(
                 f"{name} has shape {list(value.shape)} in the record and {list(place.shape)} in "
                 "the model",
                 field=str(record.folder),
-                remedy="Give the model that was trained with --model",
+                remedy="With --model, give the model that was trained",
             )
         if name in record.parameter_info:
             _compare_with_folder(name, place, value, given, model_path)

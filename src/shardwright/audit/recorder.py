@@ -111,6 +111,8 @@ class Recorder:
         if projections is not None and projections < 8:
             raise RecorderError(f"projections is {projections}; give at least 8, or None")
         self.folder = Path(folder)
+        if isinstance(steps, int | str) or not all(isinstance(s, int) and s >= 1 for s in steps):
+            raise RecorderError(f"steps is {steps!r}; give numbers of steps from 1, such as [10]")
         self.steps = frozenset(steps)
         self.patterns = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         self.projections = projections

@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.checkpoint.commit import has_saved
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.config import Recipe, dump_recipe, load_recipe
-from shardwright.errors import CheckpointError, InputError
+from shardwright.errors import CheckpointError, InputError, ShardwrightError
 from shardwright.telemetry.event_log import check_unlocked
 
 
@@ -158,7 +158,8 @@ class RunFolder:
 
         Raises:
             InputError: A run exists and `resume` is False.
-            CheckpointError: `resume` is True and there is nothing to resume.
+            CheckpointError: `resume` is True and there is nothing to resume, or the run's
+                checkpoints are in another folder.
         """
         exists = self.is_started
         if exists and not resume:
@@ -175,6 +176,34 @@ class RunFolder:
                 got=str(self.path),
                 remedy="Start without --resume",
             )
+        if resume:
+            self._check_same_checkpoints()
+
+    def _check_same_checkpoints(self) -> None:
+        """Refuse to start a run again because a relative `checkpoint.dir` names another folder.
+
+        Raises:
+            CheckpointError: This folder of checkpoints is empty, and that of the run is not.
+        """
+        try:
+            former = RunFolder.open_existing(self.path)
+        except ShardwrightError:  # no recipe, or one that another version wrote
+            return
+        # Remote locations are absolute, and their credentials are masked in the run's recipe.
+        if "://" in (former.checkpoints_location or ""):
+            return
+        place = former.checkpoints
+        assert isinstance(place, Path), "no URL"
+        if self.has_checkpoints or not has_saved(place):
+            return
+        raise CheckpointError(
+            f"it has no checkpoint, and the run has saved its checkpoints in {place.absolute()}",
+            field="checkpoint.dir",
+            got=_describe_place(self.checkpoints),
+            allowed="that folder; a relative path starts at the working directory",
+            remedy="Start in the former working directory, set checkpoint.dir to that folder, or "
+            "copy its checkpoints",
+        )
 
     def create(self) -> None:
         """Create the folder, unless it exists; write nothing into it.
@@ -200,7 +229,8 @@ class RunFolder:
     ) -> None:
         """Write recipe, plan, prediction and the model's configurations, each file atomically.
 
-        Credentials in URLs are masked in the recipe.
+        Credentials in URLs are masked in the recipe, and a relative `checkpoint.dir` is written as
+        an absolute path, so that the run can be read from any working directory.
 
         Args:
             save_tokenizer: writes the tokenizer's files to the given folder.
@@ -224,7 +254,7 @@ class RunFolder:
                 ),
                 (
                     self.recipe_path,
-                    dump_recipe(recipe, should_mask=True),
+                    dump_recipe(_make_checkpoints_absolute(recipe), should_mask=True),
                 ),  # last: it marks a run folder
             ):
                 partial = path.with_name(path.name + ".partial")
@@ -242,3 +272,19 @@ class RunFolder:
             if error.errno in (errno.ENOSPC, errno.EDQUOT)
             else "Name another folder (--run-dir)",
         )
+
+
+def _make_checkpoints_absolute(recipe: Recipe) -> Recipe:
+    """Return the recipe with the absolute path of its folder of checkpoints, if it names one."""
+    location = recipe.checkpoint.dir
+    if location is None or "://" in location:
+        return recipe
+    section = recipe.checkpoint.model_copy(update={"dir": str(Path(location).absolute())})
+    return recipe.model_copy(update={"checkpoint": section})
+
+
+def _describe_place(place: StoragePath) -> str:
+    """Name a folder, with its absolute path if it is relative."""
+    if not isinstance(place, Path) or place.is_absolute():
+        return str(place)
+    return f"{place}, here {place.absolute()}"

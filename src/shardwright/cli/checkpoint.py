@@ -25,6 +25,7 @@ from shardwright.checkpoint.commit import (
 from shardwright.checkpoint.disk import list_sizes
 from shardwright.checkpoint.integrity import verify_checkpoint
 from shardwright.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorEntry, read_manifest
+from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.run_values import parse_values, read_values_file
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.cli.options import JsonOutput
@@ -152,7 +153,8 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
     files = Table(Column("file", overflow="fold"), "size", "SHA-256")
     for name, file in manifest.files.items():
         files.add_row(name, format_bytes(file.size_bytes), file.sha256[:16])
-    console.print(tensors, files)
+    for table in (tensors, files):
+        print_table(console, table)
     console.print_json(json.dumps(values))
 
 
@@ -238,7 +240,10 @@ def _find_root(path: StoragePath) -> StoragePath:
         CheckpointError: there is no checkpoint.
     """
     with _report_store(path):
-        for root in (path, path / "checkpoints"):
+        places = [path, path / "checkpoints"]
+        if isinstance(path, Path) and RunFolder(path).recipe_path.is_file():
+            places.append(RunFolder.open_existing(path).checkpoints)  # checkpoint.dir
+        for root in places:
             if list_step_folders(root):
                 return root
     problem = "no checkpoint found" if path.is_dir() else "no such folder"

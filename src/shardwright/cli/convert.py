@@ -49,9 +49,11 @@ def convert_command(
     text = converted.as_yaml(file.name)
     if out is not None:
         write_text(out, text)
-    for item in converted.dropped:
+    # The comments of the printed recipe list the same; in a terminal both would be seen.
+    is_listed = out is None and not json_output and sys.stdout.isatty()
+    for item in () if is_listed else converted.dropped:
         sys.stderr.write(f"not carried: {item.key}: {item.why}\n")
-    for remark in converted.remarks:
+    for remark in () if is_listed else converted.remarks:
         sys.stderr.write(f"note: {remark}\n")
     if converted.missing_keys:
         sys.stderr.write(

@@ -23,7 +23,11 @@ def export_command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write.")],
     dtype: Annotated[
         str,
-        typer.Option("--dtype", help="fp32, bf16, fp16 or fp64; auto is the training precision."),
+        typer.Option(
+            "--dtype",
+            help="fp32, bf16, fp16 or fp64; auto is the training precision, "
+            "for an adapter folder fp32.",
+        ),
     ] = "auto",
     quantise: Annotated[
         str | None,

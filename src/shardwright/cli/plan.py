@@ -206,7 +206,9 @@ def _list_corrections(result: PlanningResult, cluster: Cluster) -> list[str]:
     lines = (
         _describe_guess(cluster),
         cluster.core_shortage and f"warning: {cluster.core_shortage}",
-        correction and f"{correction}; --no-measured-steps plans without them",
+        correction
+        if result.num_measured_steps is None
+        else f"{correction}; --no-measured-steps plans without them",
         result.row_summary,
         *(split.describe() for split in result.context_splits),
         result.expert_summary,

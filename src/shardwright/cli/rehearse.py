@@ -133,6 +133,8 @@ def _print_collectives(result: Rehearsal, console: Console) -> None:
 def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bool) -> None:
     from rich.table import Column, Table
 
+    from shardwright.cli.output.console import print_table
+
     layout = result.plan.layout
     devices = "CUDA ranks" if result.device == "cuda" else "ranks"
     console.print(f"{layout} on {layout.world_size} {devices}")
@@ -163,7 +165,7 @@ def _print_rehearsal(result: Rehearsal, console: Console, *, should_list_all: bo
             *map(format_bytes, sizes),
             str(len(report.collectives)),
         )
-    console.print(table)
+    print_table(console, table)
     worst = max(result.reports, key=lambda report: report.peak_bytes)
     if worst.total_offloaded_bytes:
         console.print(
@@ -200,6 +202,8 @@ def _print_run_micro_batches(result: Rehearsal, console: Console) -> None:
 def _print_peak(report: RankRehearsal, console: Console) -> None:
     from rich.table import Table
 
+    from shardwright.cli.output.console import print_table
+
     table = Table(
         "bytes",
         "tensors",
@@ -232,11 +236,13 @@ def _print_peak(report: RankRehearsal, console: Console) -> None:
             "",
             "",
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_traffic(result: Rehearsal, report: RankRehearsal, console: Console) -> None:
     from rich.table import Table
+
+    from shardwright.cli.output.console import print_table
 
     traffic = result.compute_traffic(report)
     if not traffic:
@@ -252,4 +258,4 @@ def _print_traffic(result: Rehearsal, report: RankRehearsal, console: Console) -
     table.title_style = "bold"
     for (axis, kind), (calls, sent) in sorted(traffic.items(), key=lambda item: -item[1][1]):
         table.add_row(axis, kind, str(calls), format_bytes(sent))
-    console.print(table)
+    print_table(console, table)

@@ -252,6 +252,8 @@ def _print_report(report: VerificationReport, console: Console) -> None:
     failures."""
     from rich.table import Table
 
+    from shardwright.cli.output.console import print_table
+
     shape = report.shape
     console.print(
         f"{shape.family}: {shape.num_layers} layers, hidden size {shape.hidden_size}, "
@@ -271,7 +273,7 @@ def _print_report(report: VerificationReport, console: Console) -> None:
         table.add_row(
             str(layout).replace(",", ", "), dtype, *_find_worst(cells), _format_verdict(cells)
         )
-    console.print(table)
+    print_table(console, table)
     for cell in report.cells:
         description = f"{cell.layout}, {cell.dtype}, {cell.case}"
         for finding in cell.findings:

@@ -1,8 +1,8 @@
 """The recipe: one YAML file, validated into frozen models before a run starts."""
 
+from shardwright.config.overrides import apply_overrides
 from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import (
-    apply_overrides,
     dump_recipe,
     load_recipe,
     parse_layout,

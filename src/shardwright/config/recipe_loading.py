@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from shardwright.config.key_suggestions import find_models, guess_key
 from shardwright.config.layout import LayoutSection
+from shardwright.config.overrides import apply_overrides
 from shardwright.config.recipe import Recipe, RecomputeSection
 from shardwright.config.yaml_document import dump_yaml, find_line, parse_yaml
-from shardwright.errors import LayoutError, RecipeError, find_closest_name, suggest_name
+from shardwright.errors import LayoutError, RecipeError, suggest_name
 from shardwright.files import read_text
 from shardwright.masking import mask_values
 
@@ -49,8 +51,14 @@ def load_recipe(
             "no such file", field="recipe", got=str(path), remedy="Give the path of a YAML recipe"
         ) from None
     except OSError as error:
+        own = path / "recipe.yaml"
         raise RecipeError(
-            f"cannot be read: {error.strerror}", field="recipe", got=str(path)
+            f"cannot be read: {error.strerror}",
+            field="recipe",
+            got=str(path),
+            remedy=f"The recipe of this run is {own}"
+            if own.is_file()
+            else "Give the path of a YAML recipe",
         ) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -107,48 +115,6 @@ def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: 
         return Recipe.model_validate(_expand_variables(document, (), locate))
     except ValidationError as error:
         raise _build_recipe_error(error, Recipe, locate) from None
-
-
-def apply_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the mapping with each `a.b=value` applied; values are read as YAML.
-
-    >>> apply_overrides({"training": {"max_steps": 5}}, ["training.learning_rate=1e-4"])
-    {'training': {'max_steps': 5, 'learning_rate': 0.0001}}
-
-    Raises:
-        RecipeError: An entry is not key=value, or its key lies in a value that is not a mapping.
-    """
-    result: dict[str, Any] = _copy_mapping(document)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(
-                "not of the form key=value",
-                field="--set",
-                got=override,
-                allowed="section.key=value",
-            )
-        value = parse_yaml(text, f"--set {key}")
-        target = result
-        *parents, last = key.strip().split(".")
-        for depth, part in enumerate(parents):
-            child = target.get(part)
-            if child is None:
-                child = target[part] = {}
-            elif isinstance(child, str) and part == "precision":
-                child = target[part] = {"kind": child}
-            elif isinstance(child, str) and part == "recompute":
-                child = target[part] = {}
-            if not isinstance(child, dict):
-                where = ".".join(parents[: depth + 1])
-                raise RecipeError(
-                    f"`{where}` is not a mapping, so `{last}` cannot be set in it",
-                    field="--set",
-                    got=override,
-                )
-            target = child
-        target[last] = value
-    return result
 
 
 def parse_layout(text: str) -> dict[str, Any]:
@@ -224,14 +190,6 @@ def dump_recipe(recipe: Recipe, *, should_mask: bool = False) -> str:
     """
     content = recipe.model_dump(mode="json")
     return dump_yaml(mask_values(content) if should_mask else content)
-
-
-def _copy_mapping(value: Any) -> Any:
-    return (
-        {key: _copy_mapping(item) for key, item in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
 
 
 def _expand_variables(value: Any, location: tuple[str, ...], locate: Locate) -> Any:
@@ -362,15 +320,12 @@ def _build_field_error(item: Any, root: type[BaseModel], locate: Locate) -> Reci
     kind = item["type"]
     if kind == "extra_forbidden":
         known = list(_get_section_fields(root, location[:-1]))
-        guess = find_closest_name(location[-1], known) or _find_in_other_sections(
-            root, location[-1]
-        )
         return RecipeError(
             "unknown key",
             field=field,
             got=_shorten_with_position(repr(location[-1]), place),
             allowed=", ".join(known),
-            remedy=f"Did you mean `{guess}`?" if guess else None,
+            remedy=guess_key(root, location, known),
         )
     if kind == "missing":
         where = None if place is None else f"no such key in {place}"
@@ -411,25 +366,6 @@ def _get_section_fields(root: type[BaseModel], location: list[str]) -> dict[str,
     for part in location:
         if part.isdigit():
             continue
-        section = next(_find_models(fields[part].annotation), None) if part in fields else None
+        section = next(find_models(fields[part].annotation), None) if part in fields else None
         fields = dict(section.model_fields) if section else {}
     return fields
-
-
-def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _find_models(argument)
-
-
-def _find_in_other_sections(root: type[BaseModel], word: str) -> str | None:
-    """Return `section.key` of the closest key in any other section, or None."""
-    sections = {
-        key: name
-        for name, info in reversed(root.model_fields.items())  # the first section has the key
-        for section in _find_models(info.annotation)
-        for key in section.model_fields
-    }
-    guess = find_closest_name(word, sections)
-    return f"{sections[guess]}.{guess}" if guess else None

@@ -23,7 +23,7 @@ class CheckpointSection(RecipeSection):
 
     dir: PathText | None = None
     """Folder or fsspec URL such as `s3://bucket/run`; default `checkpoints` in the run
-    folder."""
+    folder. A relative folder starts at the working directory."""
     every_steps: Positive | None = None
     """Steps between checkpoints; null saves only at the end, on a stop signal, and when
     validation improves (`keep_best`)."""

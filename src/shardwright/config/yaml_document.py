@@ -21,6 +21,8 @@ MAX_DEPTH = 100
 MAX_NODES = 1_000_000
 """Maximum number of values in a document after its aliases are expanded: a few lines of nested
 aliases may expand to billions."""
+_UNQUOTED_VARIABLE = re.compile(r"[\[{](?:.*[:,])?\s*\$\{")
+"""A `${` in a flow mapping or list, where `{` begins a mapping."""
 _INTEGER_BITS = 63
 _INTEGER_CHARACTERS = 200
 """More than any notation of a 63-bit integer needs."""
@@ -152,11 +154,13 @@ def parse_yaml(text: str, origin: str) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        problem = error.problem or error.context or "an unknown problem"
+        if problem.startswith("but found"):  # the second half of a sentence
+            problem = f"{error.context}, {problem}"
         raise RecipeError(
-            f"not valid YAML: {error.problem or error.context}",
+            f"not valid YAML: {problem}",
             field=_format_position(origin, mark),
-            remedy="Check indentation (spaces, no tabs) and quotes there; "
-            "quote text with special characters",
+            remedy=_find_remedy(text, mark),
         ) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -270,6 +274,16 @@ def _check_size(root: Any) -> None:
 
 def _build_error(node: Any, problem: str) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+def _find_remedy(text: str, mark: Any) -> str:
+    """Return what to do about a syntax error, by the line where it was found."""
+    lines = text.splitlines()
+    if mark is not None and mark.line < len(lines) and _UNQUOTED_VARIABLE.search(lines[mark.line]):
+        return 'Inside { } and [ ], quote text with a variable: {path: "${NAME}/folder"}'
+    return (
+        "Check indentation (spaces, no tabs) and quotes there; quote text with special characters"
+    )
 
 
 def _format_position(origin: str, mark: Any) -> str:

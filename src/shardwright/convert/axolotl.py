@@ -71,6 +71,9 @@ _RECORD_KINDS = {
 _FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2}
 """`zero_stage` by entry of the list `fsdp`, which is used without `fsdp_config`."""
 
+_SHAREGPT_PROPERTIES = {"role": "from", "content": "value"}
+_OFFLOAD_TIERS = {"offload": "host", "legacy": "host", "offload_disk": "disk", "disk": "disk"}
+"""Our tier by Axolotl's value of `gradient_checkpointing` or `activation_offloading`."""
 _DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -102,6 +105,7 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.set_value("model.compile", True, "torch_compile")
     for key in (
         "flash_attention",
+        "attn_implementation",  # each layer takes the fastest kernel that has its mask
         "sdp_attention",
         "sample_packing_eff_est",
         "group_by_length",
@@ -179,14 +183,12 @@ def _read_optimisation(source: SourceDocument, draft: RecipeDraft) -> None:
         "training.max_grad_norm", source.pop_value("max_grad_norm", 1.0) or None, "max_grad_norm"
     )
     checkpointing = source.pop_value("gradient_checkpointing")
-    if checkpointing is True:
+    if checkpointing:
         draft.set_value("recompute", "full", "gradient_checkpointing")
-    elif checkpointing:
-        draft.drop(
-            "gradient_checkpointing",
-            checkpointing,
-            "activations are recomputed or kept, not offloaded",
-        )
+    offloading = source.pop_value("activation_offloading")
+    tier = "host" if offloading is True else _OFFLOAD_TIERS.get(str(offloading or checkpointing))
+    # Recomputation leaves the inputs of blocks, which both systems then move.
+    draft.set_value("offload.activations", tier, "activation_offloading")
     source.pop_value("gradient_checkpointing_kwargs")
 
 
@@ -304,6 +306,9 @@ def _read_sources(entries: Any, key: str, draft: RecipeDraft) -> list[dict[str, 
             source["text_field"] = field
         if isinstance(messages := options.pop("field_messages", None), str):
             source["columns"] = {"messages": messages}
+        if options.get("message_property_mappings") == _SHAREGPT_PROPERTIES:
+            source["records"] = "sharegpt"
+            del options["message_property_mappings"]
         if options.pop("ds_type", None) in ("json", "jsonl"):
             source["format"] = "jsonl"
         for name, value in options.items():
@@ -360,6 +365,11 @@ def _read_adapter(source: SourceDocument, draft: RecipeDraft) -> None:
         for key in ("kind", "rank", "alpha"):
             draft.recipe.pop(f"adapters.{key}", None)
         draft.set_value("adapters.path", folder, "lora_model_dir")
+    elif isinstance(targets, list) and everywhere:
+        # Axolotl adds the named modules to all linear ones, which our default has.
+        if others := [name for name in targets if name not in _DEFAULT_TARGETS]:
+            reason = "lora_target_linear has every projection; these are no projections of a block"
+            draft.drop("lora_target_modules", others, reason)
     elif isinstance(targets, list):
         draft.set_value("adapters.targets", targets, "lora_target_modules")
     elif targets is not None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.config.recipe_loading import MAX_RECIPE_BYTES, apply_overrides, validate_recipe
+from shardwright.config.overrides import apply_overrides
+from shardwright.config.recipe_loading import MAX_RECIPE_BYTES, validate_recipe
 from shardwright.config.yaml_document import dump_yaml, parse_yaml
 from shardwright.convert import accelerate, axolotl, deepspeed, megatron, torchtitan
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
@@ -33,6 +34,9 @@ CONFIG_WRITERS: dict[str, Callable[[EmitRequest], EmittedConfig]] = {
 }
 
 _MAX_SHOWN_CHARACTERS = 60
+_WRITE_A_RECIPE = (
+    "Write a recipe: recipes/first.yaml is a short one, docs/reference/recipe.md has all keys"
+)
 _SYSTEM_KEYS = {
     "accelerate": ("compute_environment", "distributed_type"),
     "axolotl": ("base_model", "datasets"),
@@ -41,11 +45,16 @@ _SYSTEM_KEYS = {
         "train_micro_batch_size_per_gpu",
         "zero_optimization",
         "gradient_clipping",
-        "bf16",
-        "fp16",
     ),
 }
 """Top-level keys, any of which identifies the system; checked in this order."""
+_UNREAD_SYSTEM_KEYS = {
+    "LLaMA-Factory": ("finetuning_type", "cutoff_len"),
+    "NeMo Automodel": ("step_scheduler",),
+    "torchtune": ("checkpointer",),
+    "TRL or Hugging Face's Trainer": ("model_name_or_path", "per_device_train_batch_size"),
+}
+"""Top-level keys, any of which identifies a system whose files are not read."""
 
 _SECTION_ORDER = (
     "name",
@@ -130,6 +139,14 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"cannot be read: {error}", field="FILE", got=str(path)) from error
+    if path.suffix.lower() == ".toml":
+        raise InputError(
+            "a TOML file; those of torchtitan are written (`plan --emit torchtitan`), not read",
+            field="FILE",
+            got=str(path),
+            allowed="JSON or YAML",
+            remedy=_WRITE_A_RECIPE,
+        )
     try:
         document = json.loads(text) if path.suffix == ".json" else parse_yaml(text, str(path))
     except (ValueError, RecursionError) as error:
@@ -138,7 +155,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(
             "a configuration must be a mapping",
             field="FILE",
-            got=type(document).__name__,
+            got="an empty file" if document is None else type(document).__name__,
             allowed="a JSON file of DeepSpeed, or a YAML file of Accelerate or Axolotl",
         )
     return document
@@ -148,6 +165,17 @@ def _detect_system(document: Mapping[str, Any], path: Path) -> str:
     for system, signs in _SYSTEM_KEYS.items():
         if any(sign in document for sign in signs):
             return system
+    if any(isinstance(document.get(key), Mapping) for key in ("bf16", "fp16")):
+        return "deepspeed"  # elsewhere these keys are true, false or `auto`
+    for system, signs in _UNREAD_SYSTEM_KEYS.items():
+        if any(sign in document for sign in signs):
+            raise InputError(
+                f"a configuration of {system}, which is not read",
+                field="FILE",
+                got=str(path),
+                allowed=", ".join(CONFIG_READERS),
+                remedy=_WRITE_A_RECIPE,
+            )
     raise InputError(
         "the keys do not match those of any known system",
         field="FILE",

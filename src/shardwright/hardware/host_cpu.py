@@ -87,6 +87,16 @@ def read_core_quota() -> float | None:
     return min(quotas, default=None)
 
 
+def read_processor_name() -> str | None:
+    """Read the model of this machine's CPU; None if the system does not name it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, names), None)
+
+
 def _read_quota(folder: Path, names: Sequence[str]) -> float | None:
     """Read quota and period of a group, from one file or two; None without a limit."""
     try:

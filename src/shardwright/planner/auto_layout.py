@@ -31,7 +31,11 @@ from shardwright.planner.problem import (
 )
 from shardwright.planner.scaling import find_min_gpus, resize_cluster
 from shardwright.planner.search.space import PlanningProblem
-from shardwright.planner.step_profile import StepProfile, build_correction
+from shardwright.planner.step_profile import (
+    StepProfile,
+    build_correction,
+    describe_measurements,
+)
 from shardwright.plans import Plan, resolve_precision
 from shardwright.units import format_bytes, format_seconds
 
@@ -102,7 +106,7 @@ def choose_layout(
         cluster,
         chosen,
         predictor.predict(chosen.candidate).time.step,
-        None if correction is None else correction.describe(),
+        describe_measurements(step_profile, correction),
     )
 
 

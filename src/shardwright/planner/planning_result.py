@@ -46,7 +46,11 @@ from shardwright.planner.scaling import ScalePoint, find_min_gpus, scale_devices
 from shardwright.planner.search.divisibility import list_divisors
 from shardwright.planner.search.result import select_indistinguishable
 from shardwright.planner.search.space import PlanningProblem, SearchSpace
-from shardwright.planner.step_profile import StepProfile, build_correction
+from shardwright.planner.step_profile import (
+    StepProfile,
+    build_correction,
+    describe_measurements,
+)
 from shardwright.planner.training_rows import (
     ContextSplit,
     TrainingRows,
@@ -89,9 +93,10 @@ class PlanningResult:
     it."""
     num_measured_steps: int | None = None
     """Step times of this workload that `tune` measured and that correct the predictions; 0 if only
-    those of other workloads do. None if nothing was measured on this cluster."""
+    those of other workloads do. None if none correct them."""
     correction_summary: str | None = None
-    """Description of the measured step times that correct the predictions. None: none do."""
+    """Description of the measured step times that correct the predictions, and of those that are
+    ignored because other versions were measured. None: nothing was measured on this cluster."""
     recompute_choice: RecomputeChoice | None = None
     """Results that each layer keeps under the recipe's layout, or the chosen one; None if the
     recipe names a kind of recomputation."""
@@ -215,7 +220,7 @@ def plan_recipe(
         remedy=None if chosen else _find_remedy(predictor, problem),
         precision_reason=None if choice is None else choice.reason,
         num_measured_steps=None if correction is None else correction.num_steps,
-        correction_summary=None if correction is None else correction.describe(),
+        correction_summary=describe_measurements(step_profile, correction),
         missing_kernels=_explain_missing_kernels(recipe, template, cluster),
         omissions=tuple(_list_omissions(recipe, template)),
         recipe_conflict=conflict,

@@ -6,12 +6,16 @@ The file is one JSON object per cluster, in a folder that later plans search:
     cluster          name of the cluster: devices, their number, link
     steps            [{workload, layout, micro_batch_size, gradient_accumulation_steps, recompute,
                      compile, offload, predicted_seconds, measured_seconds, spread, rates,
-                     measured_at}]
+                     measured_at, versions}]
 
 `workload` is a hash of model, batch, length, precision, optimizer, adapters and offloaded
 activations. A measured workload is predicted again when a plan reads the file, so a change of the
 planner or of its rates does not make its measurements wrong. Of other workloads only the ratio of
 measured to predicted time counts, if it was predicted with the same rates.
+
+`versions` are those of torch and shardwright, and on CPU ranks of this machine the CPU's model.
+Steps with other ones, or without any, stay in the file but correct nothing:
+`StepProfile.outdated_steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from math import exp, log
 from pathlib import Path
@@ -32,6 +37,7 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.errors import InputError
 from shardwright.files import find_user_cache
 from shardwright.hardware import Cluster
+from shardwright.hardware.step_versions import describe_step_versions
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, OffloadKind
 from shardwright.planner.memory_settings import predict_run, reset_memory_settings
@@ -46,7 +52,7 @@ from shardwright.planner.search.result import (
 )
 from shardwright.planner.search.space import PlanningProblem
 from shardwright.planner.uncertainty import ErrorSpread
-from shardwright.units import format_items
+from shardwright.units import format_items, format_seconds
 
 SCHEMA_VERSION = 1
 
@@ -70,6 +76,8 @@ class TunedStep:
     rates: str
     """Rates behind the prediction: data sheets, or a measured profile."""
     measured_at: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Result of `describe_step_versions` where it was measured; empty in older files."""
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -104,11 +112,33 @@ class StepProfile:
     steps: tuple[TunedStep, ...] = ()
     path: Path | None = None
     """File that it was read from."""
+    outdated_steps: tuple[TunedStep, ...] = ()
+    """Steps that were measured with other versions; they correct nothing."""
 
     def add(self, steps: Sequence[TunedStep]) -> StepProfile:
         """Return the profile with more steps; a newer measurement replaces an older one."""
         merged = {(step.workload, step.settings): step for step in (*self.steps, *steps)}
         return replace(self, steps=tuple(merged.values()))
+
+    def set_aside_outdated(self, versions: Mapping[str, str]) -> StepProfile:
+        """Return the profile with the steps that were measured with other versions set aside."""
+        return replace(
+            self,
+            steps=tuple(step for step in self.steps if step.versions == versions),
+            outdated_steps=tuple(step for step in self.steps if step.versions != versions),
+        )
+
+    def describe_outdated(self) -> str | None:
+        """Describe the ignored steps, with the versions of the newest; None without any."""
+        if not self.outdated_steps:
+            return None
+        newest = max(self.outdated_steps, key=lambda step: str(step.measured_at))
+        versions = " and ".join(f"{name} {text}" for name, text in newest.versions.items())
+        return (
+            f"ignored: {format_items(len(self.outdated_steps), 'step time')} that `tune` measured "
+            f"with {versions or 'unknown versions'}, not this software and CPU "
+            f"({_describe_period(self.outdated_steps)}; {self.path}); `tune` measures again"
+        )
 
 
 def describe_workload(predictor: Predictor, problem: PlanningProblem) -> str:
@@ -146,6 +176,7 @@ def build_tuned_step(
     spread: float,
     rates: str,
     measured_at: str,
+    versions: Mapping[str, str],
 ) -> TunedStep:
     """Describe a measured candidate for the profile."""
     candidate = prediction.candidate
@@ -162,6 +193,7 @@ def build_tuned_step(
         spread,
         rates,
         measured_at,
+        versions,
     )
 
 
@@ -208,11 +240,9 @@ class StepCorrection:
         steps = self._steps or self._others
         count = format_items(len(self._steps), "step time") + " of this recipe"
         source = count if self._steps else "step times of other recipes"
-        first = min(str(step.measured_at) for step in steps)
-        last = max(str(step.measured_at) for step in steps)
-        period = f"at {first}" if first == last else f"from {first} to {last}"
         return (
-            f"corrected by {source} that `tune` measured on this hardware {period} ({self._path})"
+            f"corrected by {source} that `tune` measured on this hardware "
+            f"{_describe_period(steps)} ({self._path})"
         )
 
     def correct_search(
@@ -297,6 +327,18 @@ def build_correction(
     return None if correction is None or correction.is_empty else correction
 
 
+def describe_measurements(
+    profile: StepProfile | None, correction: StepCorrection | None
+) -> str | None:
+    """Describe the step times that correct the predictions, and those that are outdated; None
+    without any."""
+    parts = (
+        None if correction is None else correction.describe(),
+        None if profile is None else profile.describe_outdated(),
+    )
+    return "; ".join(part for part in parts if part is not None) or None
+
+
 def correct_full_rows(
     prediction: Prediction, predictor: Predictor, problem: PlanningProblem
 ) -> Prediction:
@@ -309,6 +351,18 @@ def correct_full_rows(
     profile = read_step_profile(predictor.cluster)
     correction = build_correction(profile, predictor, problem)
     return prediction if correction is None else correction.apply(prediction)
+
+
+def _describe_period(steps: Sequence[TunedStep]) -> str:
+    """Describe when steps were measured, and how long ago the last of them was."""
+    first = min(str(step.measured_at) for step in steps)
+    last = max(str(step.measured_at) for step in steps)
+    period = f"at {first}" if first == last else f"from {first} to {last}"
+    try:
+        age = (datetime.now(UTC) - datetime.fromisoformat(last)).total_seconds()
+    except (ValueError, TypeError):  # no time, or one without a time zone
+        return period
+    return f"{period}, {format_seconds(round(age))} ago" if age >= 1 else period
 
 
 def _scale(prediction: Prediction, factor: float) -> Prediction:
@@ -329,10 +383,13 @@ def find_profile_path(cluster: Cluster) -> Path:
 def read_step_profile(cluster: Cluster) -> StepProfile | None:
     """Read the step times that `tune` measured on a cluster; None if there are none.
 
+    Steps that were measured with other versions than those of this process are set aside.
+
     Raises:
         InputError: the file is damaged or of another version.
     """
-    return load_step_profile(find_profile_path(cluster))
+    profile = load_step_profile(find_profile_path(cluster))
+    return None if profile is None else profile.set_aside_outdated(describe_step_versions(cluster))
 
 
 def load_step_profile(path: Path) -> StepProfile | None:
@@ -355,6 +412,8 @@ def load_step_profile(path: Path) -> StepProfile | None:
             Layout(**step.layout)
             if not (step.measured_seconds > 0 and step.predicted_seconds > 0 and step.spread >= 0):
                 raise ValueError("times must be positive")
+            if not isinstance(step.versions, dict):
+                raise TypeError("versions must be a mapping")
         return StepProfile(str(content["cluster"]), steps, path)
     except (KeyError, TypeError, ValueError) as error:
         raise _build_error(path, f"{type(error).__name__}: {error}") from error

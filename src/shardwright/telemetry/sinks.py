@@ -34,6 +34,9 @@ from shardwright.telemetry.event_log import (
 from shardwright.telemetry.meter import RunProgress
 from shardwright.units import format_bytes, format_count, format_items, format_seconds
 
+_SHARED_ERRORS = ("SaveFailed: ", "NonFiniteError: ")
+"""Errors that all ranks raise with one text. The command prints it when it ends."""
+
 
 class Sink(Protocol):
     """Receiver of events that shows or exports them."""
@@ -52,6 +55,14 @@ def format_loss(loss: float) -> str:
     ('2.3457', 'nan', '123.4')
     """
     return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.4g}"
+
+
+def is_printed_at_the_end(event: Event) -> bool:
+    """Return True if the command ends with the text of this event as its error.
+
+    Sinks of a terminal leave such an event out: the text would appear once more per rank.
+    """
+    return isinstance(event, FailureEvent) and event.message.startswith(_SHARED_ERRORS)
 
 
 def describe_event(event: Event, progress: RunProgress | None = None) -> str:
@@ -255,6 +266,8 @@ class PlainLines:
         self._progress.on_event(event)
         if isinstance(event, MEASUREMENT_TYPES):
             return
+        if not self._has_timestamps and is_printed_at_the_end(event):
+            return
         if (
             isinstance(event, StepEvent)
             and (event.step or 0) % self._every_steps
@@ -294,7 +307,7 @@ class RankErrorLines:
 
     def on_event(self, event: Event) -> None:
         """Write warnings and failures; ignore other events."""
-        if isinstance(event, WarningEvent | FailureEvent):
+        if isinstance(event, WarningEvent | FailureEvent) and not is_printed_at_the_end(event):
             for line in event.message.splitlines():
                 self._stream.write(f"[rank {self._rank}] {event.kind}: {line}\n")
             self._stream.flush()

@@ -31,7 +31,12 @@ from shardwright.telemetry.event_log import (
     WarningEvent,
 )
 from shardwright.telemetry.meter import RunProgress
-from shardwright.telemetry.sinks import describe_event, format_loss, format_remaining
+from shardwright.telemetry.sinks import (
+    describe_event,
+    format_loss,
+    format_remaining,
+    is_printed_at_the_end,
+)
 from shardwright.units import format_bytes, format_count
 
 _MIN_BAR_WIDTH = 12
@@ -137,6 +142,8 @@ class Terminal:
             return
         if isinstance(event, RunFinishedEvent | FailureEvent):
             self.close()  # print the last line below the bar
+        if is_printed_at_the_end(event):
+            return
         stopped_early = isinstance(event, RunFinishedEvent) and event.status != "completed"
         self._console.print(
             Text(

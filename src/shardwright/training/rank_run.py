@@ -303,13 +303,19 @@ def _train(
             event_logger.log(
                 "failed",
                 step=state.step,
-                message=f"{type(error).__name__}: {error}",
+                message=f"{type(error).__name__}: {_describe_failure(error)}",
                 rank=context.rank_environment.rank,
             )
         raise
     finally:
         state.close_offloads()
     log_end("completed", final_loss)
+
+
+def _describe_failure(error: Exception) -> str:
+    """Return the text of an error, for a lost peer without gloo's source file and its advice."""
+    text = str(error)
+    return extract_first_line(text) if is_lost_peer_message(text) else text
 
 
 def _log_transfers(state: TrainingState, num_steps: int) -> None:

@@ -16,6 +16,7 @@ from shardwright.config.recipe_loading import load_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.errors import InputError, RunFailed
 from shardwright.hardware import Cluster
+from shardwright.hardware.step_versions import describe_step_versions
 from shardwright.launch.auto_layout import (
     choose_compilation_here,
     choose_precision_here,
@@ -33,7 +34,7 @@ from shardwright.planner.step_profile import (
     TunedStep,
     build_tuned_step,
     find_profile_path,
-    read_step_profile,
+    load_step_profile,
     save_step_profile,
 )
 from shardwright.plans import resolve_precision
@@ -289,6 +290,7 @@ def _save_profile(
 ) -> tuple[Path | None, str | None]:
     """Add the measured steps to the cluster's file; return the file, or None and the problem."""
     now = format_current_time()
+    versions = describe_step_versions(cluster)
     steps: list[TunedStep] = [
         build_tuned_step(
             each.candidate.prediction,
@@ -297,6 +299,7 @@ def _save_profile(
             spread=each.measurement.spread_seconds / each.measurement.step_seconds,
             rates=cluster.rates_source,
             measured_at=each.outcome.measured_at or now,
+            versions=versions,
         )
         for each in tried
         if each.outcome is not None and each.measurement is not None
@@ -305,7 +308,7 @@ def _save_profile(
         return None, None
     path = find_profile_path(cluster)
     try:
-        former = read_step_profile(cluster) or StepProfile(cluster.name)
+        former = load_step_profile(path) or StepProfile(cluster.name)
         save_step_profile(former.add(steps), path)
     except (OSError, InputError) as error:
         return None, str(error)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardwright.audit.recorder import Recorder, RecorderError
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
 from tests.unit.audit.simulated_trainer import Run, build_initial_model, simulate
@@ -74,11 +75,23 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no labels": (remove_labels, "has no labels"),
     "a truncated file": (
         lambda folder: (folder / "step-000001/rank-00000.safetensors").write_bytes(b"\0" * 20),
-        "cannot be read",
+        "rank-00000.safetensors: this file of the recorder cannot be read",
+    ),
+    "a file that was not copied": (
+        lambda folder: (folder / "step-000001/rank-00001.safetensors").unlink(),
+        "rank-00001.safetensors: this file of the recorder is missing",
+    ),
+    "JSON that is no mapping": (
+        lambda folder: (folder / "step-000001/rank-00001.json").write_text("[]"),
+        "rank-00001.json: this file of the recorder has no format_version",
+    ),
+    "JSON without a version": (
+        lambda folder: (folder / "step-000001/rank-00001.json").write_text("{}"),
+        "rank-00001.json: this file of the recorder has no format_version",
     ),
     "text in place of JSON": (
         lambda folder: (folder / "step-000001/rank-00000.json").write_text("[1"),
-        "cannot be read",
+        "rank-00000.json: this file of the recorder cannot be read",
     ),
     "another model": (
         lambda folder: [
@@ -181,3 +194,17 @@ def test_chosen_parameters_need_the_weights_of_the_others(
     arguments = ["audit", "check", str(folder), "--model", str(tmp_path / "other")]
     assert shardwright(arguments) == ExitCode.WRONG_INPUT
     assert "are not those of this model" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_in_place_of_the_folder_is_refused(
+    clean: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = clean / "step-000001/rank-00000.json"
+    assert shardwright(["audit", "check", str(path)]) == ExitCode.WRONG_INPUT
+    assert "rank-00000.json: not a folder. Give the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [5, "5", ["5"], [0], [1.5], [-1]])
+def test_steps_that_would_record_nothing_are_refused(tmp_path: Path, steps: Any) -> None:
+    with pytest.raises(RecorderError, match="give numbers of steps from 1"):
+        Recorder(tmp_path, steps=steps)

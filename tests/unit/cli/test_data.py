@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 from rich.console import Console
 
 from shardwright.cli.data import build_json, data_command
-from shardwright.cli.output.data_table import render_report
+from shardwright.cli.output.data_table import _render_histogram, render_report
 from shardwright.config import Recipe
 from shardwright.config.model import TokenizerSection
 from shardwright.config.recipe_loading import validate_recipe
+from shardwright.data.data_report import SideReport
 from shardwright.data.model_data import prepare_for_model
 from shardwright.data.preview import compute_training_length, decode_samples, read_spans
 from shardwright.errors import ArchitectureError, InputError, RecipeError
@@ -121,6 +123,18 @@ def test_supervised_tokens_are_coloured_and_others_dim(tmp_path: Path) -> None:
     assert "\x1b[32m" in text
     assert "\x1b[36m" in text
     assert "\x1b[2m" in text
+
+
+def test_the_histogram_has_its_lengths_in_a_narrow_terminal_and_without_colours() -> None:
+    """The bars took 40 columns, and the lengths the rest; `blue` means nothing without colours."""
+    side = cast(SideReport, SimpleNamespace(length_histogram=((16, 3), (1024, 40))))
+    printed = io.StringIO()
+    table = _render_histogram(side, 32, has_colours=False)
+    Console(file=printed, width=40).print(table)
+    lines = [line.split() for line in printed.getvalue().splitlines()]
+    assert [line[:3] for line in lines[2:4]] == [["<=", "16", "3"], ["*", "<=", "1,024"]]
+    assert "*: possibly longer" in printed.getvalue()
+    assert "blue" not in printed.getvalue()
 
 
 def test_supervised_tokens_are_in_brackets_without_colours(

@@ -61,6 +61,20 @@ def test_the_tables_fit_and_show_remedies(width: int) -> None:
     assert "2 pass 0 warn 2 fail" in words
 
 
+def test_a_narrow_terminal_shows_values_below_their_names() -> None:
+    """In the columns of a table, 40 columns left 10 for the value: one word per line, or half."""
+    remedy = "Name the devices, such as --set cluster=8xH100-80GB; `shardwright plan` shows more"
+    value = "not predicted: the recipe names no cluster"
+    finding = Finding("layout", "layout fits the model", "warn", value, remedy)
+    page = io.StringIO()
+    print_findings([finding], Console(width=40, file=page))
+    lines = [line.rstrip() for line in page.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 40
+    assert "  warn  layout fits the model" in lines
+    assert "        not predicted: the recipe names" in lines
+    assert {*value.split(), *remedy.split()} <= set(" ".join(lines).split())
+
+
 @pytest.mark.parametrize(
     ("words", "field"),
     [

@@ -65,6 +65,15 @@ def test_no_verb_creates_its_own_console() -> None:
     assert creators == {"cli/output/console.py", "telemetry/terminal.py"}
 
 
+def test_verbs_print_tables_that_keep_their_columns() -> None:
+    """`doctor` fits its tables to the terminal by itself."""
+    folder = Path(shardwright.__file__).parent / "cli"
+    printers = {
+        path.name for path in folder.rglob("*.py") if "console.print(table" in path.read_text()
+    }
+    assert printers == {"doctor_table.py"}
+
+
 def test_tables_keep_their_columns_in_narrow_terminals() -> None:
     table = Table("layout", "step", box=None)
     table.add_row("tensor parallelism over 8 ranks", "8.76 ms")

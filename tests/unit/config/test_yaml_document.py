@@ -108,6 +108,22 @@ def test_invalid_yaml_is_refused_with_its_position(
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n---\nb: 2\n", "expected a single document in the stream, but found another"),
+        ("data:\n  sources: {path: ${HOME}/x, glob: y}\n", 'path: "${NAME}/folder"'),
+        ("data: [${HOME}/x]\n", 'path: "${NAME}/folder"'),
+        ("a: [1\n", "Check indentation"),
+        ("a: ${HOME}\nb: [\n", "Check indentation"),
+    ],
+)
+def test_a_syntax_error_has_a_remedy(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match="not valid YAML") as caught:
+        parse_yaml(text, "run.yaml")
+    assert message in str(caught.value)
+
+
 def test_nested_aliases_do_not_grow_without_bound() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
@@ -223,6 +239,15 @@ def test_only_files_and_pipes_are_recipes(tmp_path: Path) -> None:
         assert load_recipe(f"/dev/fd/{read}").name == "small"
     finally:
         os.close(read)
+
+
+def test_a_run_folder_in_place_of_a_recipe_names_its_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="Is a directory") as caught:
+        load_recipe(tmp_path)
+    assert caught.value.remedy == "Give the path of a YAML recipe"
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(RecipeError, match=rf"The recipe of this run is {tmp_path}/recipe\.yaml"):
+        load_recipe(tmp_path)
 
 
 def test_a_pipe_without_a_writer_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,97 @@ def convert_document(
     path = folder / name
     path.write_text(json.dumps(document) if path.suffix == ".json" else yaml.safe_dump(document))
     return convert(path, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "document", "system"),
+    [
+        (
+            "llamafactory.yaml",
+            {
+                "model_name_or_path": "meta-llama/Llama-3.2-1B",
+                "stage": "sft",
+                "finetuning_type": "lora",
+                "cutoff_len": 2048,
+                "gradient_accumulation_steps": 8,
+                "bf16": True,
+            },
+            "LLaMA-Factory",
+        ),
+        ("nemo.yaml", {"step_scheduler": {"global_batch_size": 64}, "model": {}}, "NeMo Automodel"),
+        ("tune.yaml", {"tokenizer": {}, "checkpointer": {}, "optimizer": {}}, "torchtune"),
+        ("sft.yaml", {"model_name_or_path": "m", "bf16": True}, "TRL or Hugging Face's Trainer"),
+        ("debug_model.toml", {"model": {"name": "llama3"}}, "a TOML file; those of torchtitan"),
+    ],
+)
+def test_files_of_systems_that_are_not_read_are_refused_by_name(
+    tmp_path: Path, name: str, document: dict[str, Any], system: str
+) -> None:
+    """`bf16: true` made a file of LLaMA-Factory one of DeepSpeed, with a nearly empty recipe."""
+    with pytest.raises(InputError, match=system) as caught:
+        convert_document(tmp_path, name, document)
+    assert "recipes/first.yaml" in str(caught.value)
+
+
+def test_a_deepspeed_file_may_have_its_precision_alone(tmp_path: Path) -> None:
+    conversion = convert_document(tmp_path, "ds.json", {"bf16": {"enabled": True}})
+    assert conversion.system == "deepspeed"
+    assert conversion.document["precision"] == {"kind": "bf16"}
+
+
+def test_axolotls_offloaded_checkpointing_linear_targets_and_sharegpt_rows(tmp_path: Path) -> None:
+    document = {
+        "base_model": "./model",
+        "datasets": [
+            {
+                "path": "./chats.jsonl",
+                "type": "chat_template",
+                "field_messages": "conversations",
+                "message_property_mappings": {"role": "from", "content": "value"},
+            }
+        ],
+        "sequence_len": 512,
+        "micro_batch_size": 1,
+        "max_steps": 10,
+        "learning_rate": 1e-4,
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_target_modules": ["q_proj", "lm_head"],
+        "lora_target_linear": True,
+        "gradient_checkpointing": "offload",
+    }
+    conversion = convert_document(tmp_path, "axolotl.yaml", document)
+    recipe = validate_recipe(conversion.document)
+    assert (recipe.recompute, recipe.offload.activations) == ("full", "host")
+    assert recipe.adapters is not None
+    assert recipe.adapters.targets is None, "every projection, not q_proj alone"
+    assert recipe.data.sources[0].records == "sharegpt"
+    assert [(item.key, item.value) for item in conversion.dropped] == [
+        ("lora_target_modules", ["lm_head"])
+    ]
+    changed = document | {"gradient_checkpointing": True, "lora_target_linear": False}
+    recipe = validate_recipe(convert_document(tmp_path, "axolotl.yaml", changed).document)
+    assert (recipe.recompute, recipe.offload.activations) == ("full", "none")
+    assert recipe.adapters is not None
+    assert recipe.adapters.targets == ("q_proj", "lm_head")
+    changed |= {"activation_offloading": "disk"}
+    recipe = validate_recipe(convert_document(tmp_path, "axolotl.yaml", changed).document)
+    assert recipe.offload.activations == "disk"
+
+
+def test_a_list_is_printed_once_in_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}}))
+    line = "not carried: zero_optimization.overlap_comm"
+    assert run(["convert", str(path)]) == ExitCode.DONE
+    output = capsys.readouterr()
+    assert (output.out.count(line), output.err.count(line)) == (1, 1)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(["convert", str(path)]) == ExitCode.DONE
+    output = capsys.readouterr()
+    assert (output.out.count(line), output.err.count(line)) == (1, 0)
 
 
 def test_a_deepspeed_file_uses_deepspeeds_defaults(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from shardwright.checkpoint.commit import LATEST_NAME
 from shardwright.config import Recipe
-from shardwright.config.recipe_loading import apply_overrides, validate_recipe
+from shardwright.config.overrides import apply_overrides
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.model_data import prepare_for_model
 from shardwright.doctor.checklist import check_recipe
 from shardwright.doctor.finding import Finding

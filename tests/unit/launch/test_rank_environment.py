@@ -241,6 +241,37 @@ def test_a_run_folder_is_not_reused_without_resume(tmp_path: Path) -> None:
     assert RunFolder.open_existing(folder.path) == folder
 
 
+def test_a_relative_checkpoint_folder_is_found_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume from elsewhere found no checkpoint and started the run again."""
+    document = build_recipe(tmp_path / "run").model_dump(mode="json")
+    recipe = validate_recipe(document | {"checkpoint": {"dir": "saved"}})
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    folder = RunFolder.from_recipe(recipe)
+    folder.write_metadata(recipe, {"layout": {}}, {"model_type": "llama"})
+    saved = tmp_path / "first" / "saved"
+    (saved / "step-00000004").mkdir(parents=True)
+    (saved / "step-00000004" / "manifest.json").write_text("{}")
+    (saved / "latest").write_text("step-00000004")
+    folder.check_started(resume=True)
+
+    monkeypatch.chdir(tmp_path / "second")
+    assert RunFolder.open_existing(folder.path).checkpoints == saved
+    assert run(["checkpoint", "list", str(folder.path)]) == ExitCode.DONE
+    assert "step-00000004" in capsys.readouterr().out
+    message = rf"in {saved} \(got saved, here {tmp_path}/second/saved;"
+    with pytest.raises(CheckpointError, match=message):
+        folder.check_started(resume=True)
+    with pytest.raises(CheckpointError, match="Start in the former working directory"):
+        RunFolder(folder.path).check_started(resume=True)  # no checkpoint.dir any more
+    RunFolder(folder.path, str(saved)).check_started(resume=True)
+    saved.rename(tmp_path / "second" / "saved")
+    folder.check_started(resume=True)
+
+
 def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         RunFolder.open_existing(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from shardwright.config.recipe import Recipe
 from shardwright.hardware import Cluster
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.step_versions import describe_step_versions
 from shardwright.layout import Layout
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.memory_settings import (
@@ -192,6 +193,7 @@ def test_a_measured_step_corrects_the_settings_that_it_was_measured_with() -> No
         spread=0.01,
         rates=cluster.rates_source,
         measured_at="today",
+        versions=describe_step_versions(cluster),
     )
     corrected = plan_recipe(recipe, cluster, step_profile=StepProfile(cluster.name, (step,)))
     measured = [each for each in corrected.predictions if each.is_measured]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 from shardwright import api
 from shardwright.cli.main import run
 from shardwright.config import Recipe
-from shardwright.config.recipe_loading import validate_recipe
+from shardwright.config.recipe_loading import load_recipe, validate_recipe
 from shardwright.doctor.checklist_context import ChecklistContext
 from shardwright.errors import ExitCode, InputError
+from shardwright.hardware import step_versions
 from shardwright.hardware.catalog_loading import parse_cluster
+from shardwright.hardware.host_cpu import guess_host
+from shardwright.hardware.step_versions import describe_step_versions
 from shardwright.launch.auto_layout import describe_choice, plan_ranks
 from shardwright.planner.auto_layout import choose_layout
 from shardwright.planner.candidate import Candidate
@@ -45,7 +49,22 @@ RECIPE: dict[str, Any] = {
     "precision": "bf16",
     "layout": {"zero_stage": 3},
 }
+AUTO: dict[str, Any] = RECIPE | {"layout": "auto", "cluster": "2xEPYC-9654"}
 CLUSTER = parse_cluster("2xEPYC-9654")
+VALID_STEP: dict[str, Any] = {
+    "workload": "a",
+    "layout": {},
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "recompute": "none",
+    "compile": False,
+    "offload": "none",
+    "predicted_seconds": 1.0,
+    "measured_seconds": 1.0,
+    "spread": 0.0,
+    "rates": "",
+    "measured_at": "",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +84,15 @@ def measure(candidates: CandidateList, ratios: dict[int, float]) -> StepProfile:
             spread=0.02,
             rates=CLUSTER.rates_source,
             measured_at="2026-01-01T00:00:00Z",
+            versions=describe_step_versions(CLUSTER),
         )
         steps.append(step)
     return StepProfile(CLUSTER.name, tuple(steps))
+
+
+def replace_age(text: str) -> str:
+    """Replace the age of measurements, which changes from hour to hour."""
+    return re.sub(r"Z, \d+d \d\dh ago", "Z, AGE ago", text)
 
 
 def plan(profile: StepProfile | None, **changes: Any) -> PlanningResult:
@@ -102,6 +127,7 @@ def test_of_equally_fast_layouts_the_measured_one_is_chosen(candidates: Candidat
         spread=0.02,
         rates=CLUSTER.rates_source,
         measured_at="2026-01-01T00:00:00Z",
+        versions=describe_step_versions(CLUSTER),
     )
     result = plan(StepProfile(CLUSTER.name, (step,)))
     assert result.chosen is not None
@@ -172,6 +198,7 @@ def test_a_newer_measurement_replaces_an_older_one(
         {"steps": 3},
         {"steps": [{"workload": "a"}]},
         {"steps": [None]},
+        {"steps": [VALID_STEP | {"versions": ["torch"]}]},
     ],
 )
 def test_a_damaged_file_is_refused(
@@ -210,9 +237,10 @@ def test_plan_reports_the_correction_in_one_line(
     assert after["chosen"]["measured"]
     line = (
         "corrected by 1 step time of this recipe that `tune` measured on this hardware at "
-        f"2026-01-01T00:00:00Z ({path})"
+        f"2026-01-01T00:00:00Z, AGE ago ({path})"
     )
-    assert output.err.count(f"{line}; --no-measured-steps plans without them\n") == 1
+    text = replace_age(output.err)
+    assert text.count(f"{line}; --no-measured-steps plans without them\n") == 1
     assert run(words) == ExitCode.DONE
     text = " ".join(capsys.readouterr().out.split())
     assert text.count("corrected by 1 step time of this recipe") == 1
@@ -223,6 +251,61 @@ def test_plan_reports_the_correction_in_one_line(
     assert "corrected" not in output.err
     assert run([*words[:-1], "4xEPYC-9654", "--json"]) == ExitCode.DONE  # other hardware
     assert json.loads(capsys.readouterr().out)["num_measured_steps"] is None
+
+
+@pytest.mark.parametrize("change", [{"torch": "1.0.0"}, {"shardwright": "0.0.1"}, None])
+def test_steps_measured_with_other_versions_are_ignored_in_one_line(
+    candidates: CandidateList,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, str] | None,
+) -> None:
+    """So are steps of files that have no versions."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    versions = describe_step_versions(CLUSTER)
+    former = {} if change is None else versions | change
+    profile = measure(candidates, dict.fromkeys(range(len(candidates.candidates)), 3.0))
+    steps = tuple(replace(step, versions=former) for step in profile.steps)
+    path = find_profile_path(CLUSTER)
+    save_step_profile(replace(profile, steps=steps), path)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(AUTO))
+    ignored = api.plan(recipe)
+    unmeasured = api.plan(recipe, should_use_measured_steps=False)
+    assert ignored.num_measured_steps is None
+    assert ignored.predictions == unmeasured.predictions
+    assert ignored.correction_summary is not None
+    named = "unknown versions"
+    if change is not None:
+        named = " and ".join(f"{name} {version}" for name, version in former.items())
+    assert replace_age(ignored.correction_summary) == (
+        f"ignored: {len(steps)} step times that `tune` measured with {named}, not this software "
+        f"and CPU (at 2026-01-01T00:00:00Z, AGE ago; {path}); `tune` measures again"
+    )
+    assert describe_choice(plan_ranks(load_recipe(recipe), 2)).endswith(ignored.correction_summary)
+    assert run(["plan", str(recipe), "--json"]) == ExitCode.DONE
+    output = replace_age(capsys.readouterr().err)
+    assert output.count(f"{replace_age(ignored.correction_summary)}\n") == 1
+
+    mixed = (*steps[1:], replace(steps[0], versions=versions))
+    save_step_profile(replace(profile, steps=mixed), path)
+    summary = api.plan(recipe).correction_summary
+    assert summary is not None
+    assert "corrected by 1 step time of this recipe" in summary
+    assert f"ignored: {len(steps) - 1} step times" in summary
+
+
+def test_a_step_on_a_cpu_without_a_name_belongs_to_the_cpu_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_versions, "read_processor_name", lambda: "EPYC 1")
+    named = describe_step_versions(CLUSTER)
+    assert "CPU" not in named
+    here = guess_host(CLUSTER, "cpu")
+    assert describe_step_versions(here) == named | {"CPU": "EPYC 1"}
+    monkeypatch.setattr(step_versions, "read_processor_name", lambda: None)
+    assert describe_step_versions(here) == named
 
 
 def test_a_workload_is_everything_but_the_settings() -> None:
@@ -252,9 +335,6 @@ def reverse_order(candidates: CandidateList, slow_index: int) -> StepProfile:
     """Return measured steps of which those of one slow candidate are the shortest."""
     ratios = dict.fromkeys(range(len(candidates.candidates)), 3.0)
     return measure(candidates, ratios | {slow_index: 0.3})
-
-
-AUTO: dict[str, Any] = RECIPE | {"layout": "auto", "cluster": "2xEPYC-9654"}
 
 
 def test_train_chooses_the_layout_that_plan_chooses_by_measured_steps(
@@ -294,14 +374,14 @@ def test_train_chooses_the_layout_that_plan_chooses_by_measured_steps(
 
     line = (
         f"corrected by {len(profile.steps)} step times of this recipe that `tune` measured on "
-        f"this hardware from 2026-01-01T00:00:00Z to 2026-01-02T00:00:00Z ({path})"
+        f"this hardware from 2026-01-01T00:00:00Z to 2026-01-02T00:00:00Z, AGE ago ({path})"
     )
-    description = describe_choice(planned)
+    description = replace_age(describe_choice(planned))
     assert "; measured " in description
     assert description.endswith(f" per device; {line}")
     (tmp_path / "recipe.yaml").write_text(json.dumps(AUTO))
     assert run(["plan", str(tmp_path / "recipe.yaml"), "--json"]) == ExitCode.DONE
-    assert line in capsys.readouterr().err
+    assert line in replace_age(capsys.readouterr().err)
 
     path.write_text("{")
     with pytest.raises(InputError, match="not a file of measured steps"):
@@ -341,6 +421,7 @@ def test_layout_auto_keeps_values_of_the_recipe_whatever_was_measured(
         spread=0.02,
         rates=CLUSTER.rates_source,
         measured_at="2026-01-01T00:00:00Z",
+        versions=describe_step_versions(CLUSTER),
     )
     profile = reverse_order(candidates, slow_index).add([step])
 

@@ -21,6 +21,7 @@ from shardwright.telemetry.event_log import (
     EvaluationEvent,
     Event,
     EventWriter,
+    FailureEvent,
     ReshardEvent,
     RestartEvent,
     ResumeEvent,
@@ -105,6 +106,23 @@ def test_other_ranks_print_warnings_and_failures_with_their_rank() -> None:
         "[rank 3] warning: slow — disk",
         "[rank 3] failed: died",
     ]
+
+
+def test_an_error_of_all_ranks_is_printed_by_the_command_alone(tmp_path: Path) -> None:
+    """Each rank's sink printed it too: three times on two ranks."""
+    shared = FailureEvent(rank=0, step=4, message="SaveFailed: rank 0: No space left on device")
+    own = FailureEvent(rank=0, step=4, message="RuntimeError: Connection closed by peer")
+    streams = [io.StringIO(), TerminalStream(), io.StringIO()]
+    sinks = [PlainLines(streams[0]), Terminal(streams[1], width=100), RankErrorLines(1, streams[2])]
+    log = LogFile(tmp_path / "log.txt")
+    for sink in (*sinks, log):
+        sink.on_event(shared)
+        sink.on_event(own)
+        sink.close()
+    for stream in streams:
+        assert "No space left" not in stream.getvalue()
+        assert "Connection closed by peer" in stream.getvalue()
+    assert "No space left" in (tmp_path / "log.txt").read_text()
 
 
 class BrokenSink:

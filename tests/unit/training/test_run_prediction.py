@@ -13,6 +13,7 @@ from shardwright.architecture import read_recipe_shape
 from shardwright.config.layout import ClusterSection
 from shardwright.config.recipe_loading import validate_recipe
 from shardwright.hardware import MatmulRate, MeasuredProfile, save_profile
+from shardwright.hardware.step_versions import describe_step_versions
 from shardwright.layout import Layout
 from shardwright.planner.auto_layout import build_cluster
 from shardwright.planner.prediction import Prediction
@@ -101,6 +102,7 @@ def save_measured_step(run: ValidatedRun, predicted: Prediction, ratio: float) -
         spread=0.001,
         rates=predictor.cluster.rates_source,
         measured_at="2026-01-01T00:00:00Z",
+        versions=describe_step_versions(predictor.cluster),
     )
     path = find_profile_path(predictor.cluster)
     save_step_profile(StepProfile(predictor.cluster.name, (step,)), path)

@@ -45,7 +45,11 @@ def render_report(
     ]
     parts += [_render_training_length(recipe, length, prepared.report.packing), Text()]
     if prepared.report.train.counts.num_documents > 1:
-        parts.append(_render_histogram(prepared.report.train, recipe.training.sequence_length))
+        parts.append(
+            _render_histogram(
+                prepared.report.train, recipe.training.sequence_length, has_colours=has_colours
+            )
+        )
     if prepared.report.records.num_broken:
         parts += [Text(), _render_broken(prepared)]
     parts += [
@@ -213,7 +217,7 @@ def _render_training_length(recipe: Recipe, length: TrainingLength, packing: str
     return text
 
 
-def _render_histogram(side: SideReport, sequence_length: int) -> Table:
+def _render_histogram(side: SideReport, sequence_length: int, *, has_colours: bool) -> Table:
     """Show documents by length in tokens, compared with the sequence length."""
     table = Table(
         box=None,
@@ -222,17 +226,19 @@ def _render_histogram(side: SideReport, sequence_length: int) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("tokens", justify="right", style="dim")
-    table.add_column("", justify="right")
-    table.add_column("", width=40)
+    table.add_column("tokens", justify="right", style="dim", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", max_width=40)  # shorter in a narrow terminal
     largest = max((count for _, count in side.length_histogram), default=0)
     first = next((number for number, (_, count) in enumerate(side.length_histogram) if count), 0)
     for upper, count in side.length_histogram[first:]:
         fits = upper <= sequence_length
-        bar = Bar(largest, 0, count, width=40, color="green" if fits else "blue")
-        table.add_row(f"<= {upper:,}", f"{count:,}", bar)
+        bar = Bar(largest, 0, count, color="green" if fits else "blue")
+        mark = "" if fits or has_colours else "* "
+        table.add_row(f"{mark}<= {upper:,}", f"{count:,}", bar)
     if any(count and upper > sequence_length for upper, count in side.length_histogram):
-        table.caption = f"blue: possibly longer than a sample of {sequence_length:,}"
+        mark = "blue" if has_colours else "*"
+        table.caption = f"{mark}: possibly longer than a sample of {sequence_length:,}"
         table.caption_justify = "left"
         table.caption_style = "dim"
     return table

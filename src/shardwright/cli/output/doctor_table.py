@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _VERDICT_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 _NARROW_COLUMNS = 100
 """Terminal width in columns below which names are folded earlier."""
+_STACKED_COLUMNS = 60
+"""Terminal width in columns below which a finding's value is below its name."""
+_VALUE_INDENT = 8
 _TRAFFIC_NAME_COLUMNS = 25
 """Columns of verdict and collective in the traffic table."""
 _TRAFFIC_SIZE_COLUMNS = 11
@@ -51,6 +55,9 @@ def _print_lines(console: Console, findings: Sequence[Finding], is_narrow: bool)
     """Print verdict, name and value of each finding, with the remedy below."""
     if not findings:
         return
+    if console.width < _STACKED_COLUMNS:
+        _print_stacked(console, findings)
+        return
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
     table.add_column(width=6, no_wrap=True)
     width = 20 if is_narrow else 30
@@ -63,6 +70,18 @@ def _print_lines(console: Console, findings: Sequence[Finding], is_narrow: bool)
             value.append(f"\n-> {finding.remedy}", style=style)
         table.add_row(Text(f"  {finding.verdict}", style=style), Text(finding.name), value)
     console.print(table)
+
+
+def _print_stacked(console: Console, findings: Sequence[Finding]) -> None:
+    """Print verdict and name of each finding, and its value and remedy below, indented."""
+    for finding in findings:
+        style = _VERDICT_STYLES[finding.verdict]
+        console.print(Text.assemble((f"  {finding.verdict}  ", style), finding.name))
+        lines = [Text(finding.value)]
+        if finding.verdict != "pass":
+            lines.append(Text(f"-> {finding.remedy}", style=style))
+        for line in lines:
+            console.print(Padding(line, (0, 0, 0, _VALUE_INDENT)))
 
 
 def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: bool) -> None:
