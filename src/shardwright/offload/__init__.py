@@ -5,7 +5,7 @@ from shardwright.offload.activation_offload import (
     build_activation_offload,
     describe_activation_offload,
 )
-from shardwright.offload.backward_update import BackwardUpdate
+from shardwright.offload.backward_update import BackwardUpdate, HostBackwardUpdate
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.optimizer_offload import describe_offload, offload_optimizer
 from shardwright.offload.parameter_offload import (

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.offload.scratch_transfers import ScratchTransfers
 from shardwright.offload.state_buckets import round_to_pages
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import CopyClock, TransferCounts
 
 Wait = Callable[[], None]
 """Makes training wait for a copy: its stream on CUDA, or the host."""
@@ -29,7 +30,10 @@ Wait = Callable[[], None]
 class ActivationStore(Protocol):
     """Memory of a slower tier. Copies run during training until `Wait` is called."""
 
-    counts: TransferCounts
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers so far."""
+        ...
 
     def write(self, data: Tensor) -> tuple[Any, Wait]:
         """Start to copy bytes `[N]` from the device; return their place.
@@ -55,22 +59,33 @@ class PinnedStore:
     """Pinned host memory of a CUDA device. The host waits for no copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = TransferCounts()
+        self._counts = TransferCounts()
+        self._clock = CopyClock(self._counts)
         self._device = device
         self._stream_in = torch.cuda.Stream(device)
         self._stream_out = torch.cuda.Stream(device)
         self._free: list[Tensor] = []
         """Free memory, the smallest first."""
 
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers that have ended."""
+        return self._clock.collect()
+
     def write(self, data: Tensor) -> tuple[Tensor, Wait]:
         """Copy to memory of a freed tensor, or to new memory."""
         place = self._allocate(data.numel())
         self._stream_out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream_out):
+            begin = self._clock.begin()
             place[: data.numel()].copy_(data, non_blocking=True)
-            copied = self._stream_out.record_event()
-        self.counts.written_bytes += data.numel()
-        return place, lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+            copied = self._clock.end("writing_seconds", begin)
+        self._counts.written_bytes += data.numel()
+        return place, partial(self._wait, copied)
+
+    def _wait(self, copied: torch.cuda.Event) -> None:
+        with self._clock.time_wait():
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         """Return the smallest free buffer of at least this size and at most twice it, or a new one.
@@ -87,10 +102,11 @@ class PinnedStore:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._stream_in.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream_in):
+            begin = self._clock.begin()
             data.copy_(place[:num_bytes], non_blocking=True)
-            copied = self._stream_in.record_event()
-        self.counts.read_bytes += num_bytes
-        return data, lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+            copied = self._clock.end("reading_seconds", begin)
+        self._counts.read_bytes += num_bytes
+        return data, partial(self._wait, copied)
 
     def free(self, place: Tensor) -> None:
         """Keep the memory for a later write, which waits for training and so for its copies."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
+from shardwright.offload.store import CopyClock
 
 
 @dataclass
@@ -37,8 +39,23 @@ class _FilledBuffer:
 class DeviceBuffers:
     """Ring of staging buffers with one stream in and one stream out."""
 
-    def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        buffer_bytes: int,
+        num_buffers: int,
+        device: torch.device,
+        clock: CopyClock,
+        *,
+        is_on_training_stream: bool = True,
+    ) -> None:
+        """
+        Args:
+            clock: measures copies, and waits for them on training's stream.
+            is_on_training_stream: True if updates run on training's stream.
+        """
         self._device = device
+        self._clock = clock
+        self._is_on_training_stream = is_on_training_stream
         self._free = deque(
             _DeviceBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))
             for _ in range(num_buffers)
@@ -77,15 +94,17 @@ class DeviceBuffers:
             for event in (buffer.emptied, self._written.get(index)):
                 if event is not None:
                     self._stream_in.wait_event(event)
+            begin = self._clock.begin()
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part, non_blocking=True)
-            copied = self._stream_in.record_event()
+            copied = self._clock.end("reading_seconds", begin)
         self._filled[index] = _FilledBuffer(buffer, targets, copied)
 
     def open(self, index: int) -> list[Tensor]:
         """Make the current stream wait for the copy of a bucket; return its parts on the device."""
         filled = self._filled[index]
-        torch.cuda.current_stream(self._device).wait_event(filled.copied)
+        with self._time_wait():
+            torch.cuda.current_stream(self._device).wait_event(filled.copied)
         return filled.parts
 
     def empty(self, index: int, parts: Sequence[Tensor]) -> torch.cuda.Event:
@@ -93,9 +112,10 @@ class DeviceBuffers:
         filled = self._filled.pop(index)
         self._stream_out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream_out):
+            begin = self._clock.begin()
             for source, part in zip(filled.parts, parts, strict=True):
                 part.copy_(source, non_blocking=True)
-            event = self._stream_out.record_event()
+            event = self._clock.end("writing_seconds", begin)
         filled.buffer.emptied = self._written[index] = event
         self._free.append(filled.buffer)
         return event
@@ -107,7 +127,11 @@ class DeviceBuffers:
 
     def end_step(self) -> None:
         """Make the current stream wait for the last copy to host memory."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream_out)
+        with self._time_wait():
+            torch.cuda.current_stream(self._device).wait_stream(self._stream_out)
+
+    def _time_wait(self) -> AbstractContextManager[None]:
+        return self._clock.time_wait() if self._is_on_training_stream else nullcontext()
 
     def synchronize(self) -> None:
         """Wait until nothing reads the host memory, and it is complete."""

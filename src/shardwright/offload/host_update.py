@@ -5,7 +5,8 @@ the backward pass, with the weights it belongs to, on a stream of its own. Train
 for the last of these copies before the gradient norm is computed. So the host, which has to read
 the norm, has all of them when it has the norm, and waits for no copy. Updated weights return
 piece by piece on another stream while the next piece is updated; training's stream waits for the
-last one.
+last one. An update in the backward pass waits for the copy of each gradient in a thread of its own
+(`HostBackwardUpdate`). When that copy has ended, so have all computations that read the weights.
 """
 
 from __future__ import annotations
@@ -56,9 +57,13 @@ class HostUpdate:
         """Bytes of the copies, without the rounding of pinned memory."""
         return sum(copy.weights.nbytes + copy.gradient.nbytes for copy in self._copies.values())
 
-    @torch.no_grad()
     def take_gradient(self, name: str) -> None:
         """Launch the copies of a gradient and its weights to the host, after the current stream."""
+        self.launch_copies(name)
+
+    @torch.no_grad()
+    def launch_copies(self, name: str) -> torch.cuda.Event:
+        """Launch the copies of `take_gradient`; return the event at their end."""
         parameter = self._parameters[name]
         assert parameter.grad is not None
         copy = self._copies[name]
@@ -66,7 +71,9 @@ class HostUpdate:
         with torch.cuda.stream(self._stream_out):
             copy.gradient.copy_(get_local_tensor(parameter.grad), non_blocking=True)
             copy.weights.copy_(get_local_tensor(parameter.detach()), non_blocking=True)
+            copied_event = self._stream_out.record_event()
         self._copied_names.add(name)
+        return copied_event
 
     def end_gradients(self) -> None:
         """Make the training stream wait for the copies, which end before its later work."""

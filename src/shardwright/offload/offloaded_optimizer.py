@@ -28,8 +28,8 @@ from shardwright.offload.state_buckets import (
     StatePartition,
     partition_state,
 )
-from shardwright.offload.store import Store, TransferCounts, TransferReporter
-from shardwright.offload.update_overlap import UpdateOverlap
+from shardwright.offload.store import CopyClock, Store, TransferCounts, TransferReporter
+from shardwright.offload.update_overlap import StreamedUpdate, UpdateOverlap
 from shardwright.optim.sharded_optimizer import (
     Moment,
     ParameterPiece,
@@ -120,6 +120,12 @@ class OffloadedOptimizer(ShardedOptimizer):
             self.state[parameter]["step"] = count.cpu() if has_host_update else count
         self._step_counts = self._create_step_counts()
         self._store = create_store(self._partition)
+        # The threads of a disk have times of their own, which are longer.
+        self._clock = CopyClock(
+            self._store.counts if self._store.tier == "host" else TransferCounts()
+        )
+        if isinstance(overlap, StreamedUpdate):
+            overlap.clock = self._clock
         self._stream = BucketStream(
             self._partition,
             self._store,
@@ -127,6 +133,8 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self._partition.max_bucket_bytes,
                 self._partition.count_device_buffers(device_buffer_bytes),
                 device,
+                self._clock,
+                is_on_training_stream=not isinstance(overlap, StreamedUpdate),
             )
             if device.type == "cuda" and not has_host_update
             else None,
@@ -141,6 +149,7 @@ class OffloadedOptimizer(ShardedOptimizer):
     @property
     def counts(self) -> TransferCounts:
         """Bytes and times of all transfers so far."""
+        self._clock.collect()
         return self._store.counts
 
     def pop_counts(self) -> TransferCounts:
@@ -290,13 +299,14 @@ class OffloadedOptimizer(ShardedOptimizer):
             updated = {name for name, (tensor, _) in self._members.items() if tensor.requires_grad}
         else:
             updated = {name for name in self._members if self._is_updated(name)}
-            inputs = None if self._overlap is None else self._collect_inputs(updated)
+            if self._overlap is not None and self._host_update is None:
+                inputs = self._collect_inputs(updated)
         order = [
             index
             for index, bucket in enumerate(self._partition.buckets)
             if any(piece.name in updated for piece in bucket.pieces)
         ]
-        if self._host_update is not None:
+        if self._host_update is not None and not self.is_updating:
             self._host_update.begin_update()
         self._stream.begin(order)
         unit: int | None = None

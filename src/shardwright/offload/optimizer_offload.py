@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.config.offload import OffloadSection
-from shardwright.offload.backward_update import BackwardUpdate
+from shardwright.offload.backward_update import BackwardUpdate, HostBackwardUpdate
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.parameter_offload import ParameterOffload
@@ -85,7 +85,11 @@ def offload_optimizer(
         overlap=overlap,
         device_buffer_bytes=section.device_buffer_bytes,
     )
-    if offloaded.host_update is not None:
+    if isinstance(overlap, HostBackwardUpdate):
+        assert offloaded.host_update is not None
+        overlap.follow(offloaded.host_update)
+        model.watch_gradients(overlap)
+    elif offloaded.host_update is not None:
         model.watch_gradients(offloaded.host_update)
     elif isinstance(overlap, BackwardUpdate):
         model.watch_gradients(overlap, may_free=True)

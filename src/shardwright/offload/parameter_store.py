@@ -32,9 +32,13 @@ logger = logging.getLogger("shardwright")
 class ParameterStore(Protocol):
     """Bytes of weights and gradients in places. One thread calls all methods."""
 
-    counts: TransferCounts
     num_bytes: int
     """Bytes of all places."""
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers so far."""
+        ...
 
     def add(self, num_bytes: int) -> int:
         """Reserve a place; return its first byte."""

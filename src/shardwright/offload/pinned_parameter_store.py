@@ -11,13 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.state_buckets import PAGE_BYTES
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import CopyClock, TransferCounts
 
 
 @dataclass
@@ -34,13 +35,19 @@ class PinnedParameterStore:
     """Bytes of weights and gradients in pinned host memory. One thread calls all methods."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = TransferCounts()
+        self._counts = TransferCounts()
+        self._clock = CopyClock(self._counts)
         self.num_bytes = 0
         """Bytes of all places."""
         self._device = device
         self._places: list[_Place] = []
         self._stream_in = torch.cuda.Stream(device)
         self._stream_out = torch.cuda.Stream(device)
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers that have ended."""
+        return self._clock.collect()
 
     def add(self, num_bytes: int) -> int:
         """Allocate a place of zeros; return its first byte. PyTorch rounds its size up to a power
@@ -74,10 +81,16 @@ class PinnedParameterStore:
             if start < offset + target.numel() and start + count > offset:
                 self._stream_in.wait_event(written)
         with torch.cuda.stream(self._stream_in):
+            begin = self._clock.begin()
             target.copy_(source, non_blocking=True)
-            copied = self._stream_in.record_event()
-        self.counts.read_bytes += target.numel()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+            copied = self._clock.end("reading_seconds", begin)
+        self._counts.read_bytes += target.numel()
+        return partial(self._wait, copied)
+
+    def _wait(self, copied: torch.cuda.Event, _data: Tensor | None = None) -> None:
+        """Let training's stream wait for a copy; `_data` is memory that exists until then."""
+        with self._clock.time_wait():
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def write(self, position: int, source: Tensor) -> Wait:
         """Launch the copy of `source`, contiguous; it may change after the wait, which keeps its
@@ -86,15 +99,12 @@ class PinnedParameterStore:
         place, target = self._find(position, data.numel())
         self._stream_out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream_out):
+            begin = self._clock.begin()
             target.copy_(data, non_blocking=True)
-            copied = self._stream_out.record_event()
+            copied = self._clock.end("writing_seconds", begin)
         place.written[position - place.first] = (data.numel(), copied)
-        self.counts.written_bytes += data.numel()
-
-        def wait(_data: Tensor = data) -> None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
-
-        return wait
+        self._counts.written_bytes += data.numel()
+        return partial(self._wait, copied, data)
 
     def view(self, position: int, num_bytes: int) -> Tensor:
         """Return the memory of bytes, for reading and writing, valid until the next transfer.

@@ -7,8 +7,10 @@ systems: *swap in* is from the store to where it is used, *swap out* back to the
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
@@ -26,9 +28,9 @@ class TransferCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     waiting_seconds: float = 0.0
-    """Time that the training thread waited; transfers during its work are not included."""
+    """Time that training waited; transfers during its work are not included."""
     reading_seconds: float = 0.0
-    """Time of the store's thread that reads; 0 for a store without threads."""
+    """Time of the store's thread that reads, or of copies to the device."""
     writing_seconds: float = 0.0
 
     def subtract(self, earlier: TransferCounts) -> TransferCounts:
@@ -39,6 +41,56 @@ class TransferCounts:
                 for field in fields(TransferCounts)
             )
         )
+
+
+class CopyClock:
+    """Times of copies on streams of a CUDA device, and of the waits of training's stream for them.
+
+    Events in the streams measure them, so the host waits for nothing.
+    """
+
+    def __init__(self, counts: TransferCounts) -> None:
+        """
+        Args:
+            counts: receives the times.
+        """
+        self._counts = counts
+        self._spans: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Field of the counts, begin and end, in the order of the ends' records."""
+        self._spare: list[torch.cuda.Event] = []
+
+    def begin(self) -> torch.cuda.Event:
+        """Record the begin of a copy on the current stream."""
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(
+        self, field_name: Literal["reading_seconds", "writing_seconds"], begin: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Return the event at the end of a copy, on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._spans.append((field_name, begin, event))
+        return event
+
+    @contextmanager
+    def time_wait(self) -> Iterator[None]:
+        """Measure how long the current stream waits for what the block lets it wait for."""
+        begin = self.begin()
+        yield
+        self._spans.append(("waiting_seconds", begin, self.begin()))
+
+    def collect(self) -> TransferCounts:
+        """Return the counts, with the times of all that has ended."""
+        while self._spans and self._spans[0][2].query():
+            field_name, begin, end = self._spans.popleft()
+            seconds = getattr(self._counts, field_name) + begin.elapsed_time(end) / 1000.0
+            setattr(self._counts, field_name, seconds)
+            self._spare.append(begin)
+            if field_name == "waiting_seconds":  # others may wait for the end of a copy
+                self._spare.append(end)
+        return self._counts
 
 
 class TransferReporter:
@@ -57,7 +109,7 @@ class TransferReporter:
 def describe_transfers(counts: TransferCounts, num_steps: int, subject: str = "states") -> str:
     """Describe the transfers of a run in one line, with the share that work has hidden.
 
-    A store without threads (host memory) has no times: a device waits for its copies, not the host.
+    Moments in host memory that the host updates have no times: they do not move.
     """
     line = f"offload: {format_bytes(counts.read_bytes / num_steps)} of {subject} read"
     rates = []
@@ -90,7 +142,12 @@ class Store(Protocol):
     """Bytes in segments. One thread calls all methods."""
 
     tier: Literal["host", "disk"]
-    counts: TransferCounts
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers so far."""
+        ...
+
     capacity_bytes: int
     """Bytes of buckets whose swaps may be open at the same time: a further one begins when enough
     are closed."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import OffloadFailed
 from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.offload.store import CopyClock
 from shardwright.optim.sharded_optimizer import UpdateUnit
 
 LaunchedUpdate = Iterator[Sequence[str]]
@@ -155,6 +157,8 @@ class StreamedUpdate(UpdateOverlap):
     ) -> None:
         super().__init__(units, working_weights)
         self._device = device
+        self.clock: CopyClock | None = None
+        """Measures the waits of training's stream, if the optimizer has set it."""
         # Its short kernels run before those of the forward pass, which would delay the copies.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._updated: deque[_UpdatedBucket] = deque()
@@ -201,7 +205,8 @@ class StreamedUpdate(UpdateOverlap):
         self._end()
 
     def _end(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        with self._time_wait():
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._updated.clear()
         self._is_pending = False
 
@@ -211,9 +216,15 @@ class StreamedUpdate(UpdateOverlap):
         Their gradients are freed then, for later work of the stream on which they were computed.
         """
         self._launch_units(unit + 1)
-        while self._updated and self._updated[0].unit <= unit:
-            torch.cuda.current_stream(self._device).wait_event(self._updated[0].event)
-            self._updated.popleft()
+        if not self._updated or self._updated[0].unit > unit:
+            return
+        with self._time_wait():
+            while self._updated and self._updated[0].unit <= unit:
+                torch.cuda.current_stream(self._device).wait_event(self._updated[0].event)
+                self._updated.popleft()
+
+    def _time_wait(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.time_wait()
 
     def _launch_units(self, last: int) -> None:
         with torch.cuda.stream(self._stream):

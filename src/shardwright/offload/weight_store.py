@@ -21,7 +21,7 @@ from shardwright.offload.activation_store import Wait
 from shardwright.offload.disk_store import advise_large_pages
 from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.state_buckets import PAGE_BYTES
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import CopyClock, TransferCounts
 
 logger = logging.getLogger("shardwright")
 
@@ -55,7 +55,10 @@ WeightRange = StoredRange | WrittenRange
 class WeightStore(Protocol):
     """Bytes of blocks. One thread calls all methods."""
 
-    counts: TransferCounts
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers so far."""
+        ...
 
     def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> Any:
         """Store a block's `num_bytes`, of which `ranges` have values; return its place."""
@@ -74,9 +77,15 @@ class PinnedWeightStore:
     """Pinned host memory, and a copy stream of a CUDA device. The host waits for no copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counts = TransferCounts()
+        self._counts = TransferCounts()
+        self._clock = CopyClock(self._counts)
         self._device = device
         self._stream = torch.cuda.Stream(device)
+
+    @property
+    def counts(self) -> TransferCounts:
+        """Bytes and times of all transfers that have ended."""
+        return self._clock.collect()
 
     def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> Tensor:
         """Copy the values to new memory. PyTorch rounds its size up to a power of two."""
@@ -93,10 +102,15 @@ class PinnedWeightStore:
         """Copy once the kernels that used the memory before have ended."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            begin = self._clock.begin()
             target.copy_(place, non_blocking=True)
-            copied = self._stream.record_event()
-        self.counts.read_bytes += place.numel()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+            copied = self._clock.end("reading_seconds", begin)
+        self._counts.read_bytes += place.numel()
+        return partial(self._wait, copied)
+
+    def _wait(self, copied: torch.cuda.Event) -> None:
+        with self._clock.time_wait():
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def close(self) -> None:
         """Leave the memory to the places' owner."""

@@ -217,14 +217,13 @@ class Candidate:
 
     @property
     def overlaps_update(self) -> bool:
-        """True if a forward pass begins during the update of offloaded states, as
+        """True if a pass can run during the update of offloaded states, as
         `update_place.find_overlap_obstacle` says."""
         shares = self.quantised_shares
         has_weight_maxima = shares is not None and shares.spanning is not None
         return (
             self.engine.overlaps_offloaded_update
             and self.optimizer_tier != "none"
-            and not self.is_updated_on_host
             and (self.parameter_offload == "none" or self.adapter is not None)
             and not self.keeps_zeros
             and OPTIMIZER_COSTS[self.optimizer].can_update_on_host

@@ -78,15 +78,20 @@ def compute_host_update_seconds(
     moved_bytes: float,
     backward_seconds: float,
     profile: MeasuredProfile | None,
+    *,
+    first_share: float,
+    num_layers: float,
 ) -> float:
-    """Compute the seconds of an update on the host, without the norm.
+    """Compute the seconds by which an update on the host extends a step, without the norm.
 
     Gradients and weights leave during the last backward pass if they are complete then. Weights
-    return, and moments on disk are transferred, during the update.
+    return, and moments on disk are transferred, during the update. If nothing needs the norm first
+    (`is_updated_in_backward`), the update runs during the backward pass too.
 
     Args:
         moved_bytes: Bytes of host memory that the update reads and writes.
         backward_seconds: Time of the last backward pass.
+        first_share: Share of the update that the first of `num_layers` waits for.
     """
     link = get_transfer_rate("host", profile)
     weight_bytes = num_elements * candidate.master_bytes
@@ -102,12 +107,18 @@ def compute_host_update_seconds(
         moving_bytes = count_moving_moments(candidate, num_elements * state_bytes)
         seconds.append(moving_bytes / get_transfer_rate("disk", profile))
     leaving_seconds = 2 * weight_bytes / link
+    if is_updated_in_backward(candidate):
+        return compute_exposed_update_seconds(
+            max(*seconds, leaving_seconds),
+            first_share,
+            backward_seconds * (num_layers - 1) / num_layers,
+        )
     return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
 
 
 def is_updated_in_backward(candidate: Candidate) -> bool:
-    """Return True if the update of offloaded states runs in the last backward pass on a CPU, as
-    `update_place.find_backward_obstacle` says."""
+    """Return True if the update of offloaded states runs in the last backward pass, as
+    `update_place.find_backward_obstacle` says. It must run on a CPU, or on the host of a GPU."""
     layout = candidate.layout
     reduces_late = layout.pp * layout.tp > 1 or (
         layout.zero_stage == 0 and layout.data_ranks * layout.cp > 1

@@ -56,20 +56,18 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
 
 
 def find_overlap_obstacle(
-    recipe: Recipe, shape: ModelShape, *, is_cuda: bool = True, has_weight_maxima: bool = False
+    recipe: Recipe, shape: ModelShape, *, has_weight_maxima: bool = False
 ) -> str | None:
-    """Return why a forward pass cannot begin during the update of offloaded states.
+    """Return why no pass can run during the update of offloaded states.
 
-    None if it can. `Candidate.overlaps_update` has the same conditions, but not those of peers and
-    of transformers' classes.
+    None if one can. `Candidate.overlaps_update` has the same conditions, but not those of peers
+    and of transformers' classes.
 
     Args:
-        is_cuda: True if the weights are on a GPU.
         has_weight_maxima: True if a step begins with maxima of all weights.
     """
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
     obstacles = {
-        "the host updates": is_cuda and choose_update_place(recipe).place == "host",
         "weights return to their tier after it": recipe.has_offloaded_trained_weights,
         f"{recipe.optimizer.name} needs whole matrices of all ranks": not costs.can_update_on_host,
         "zeros of matrices are restored after it": recipe.model.keep_zeros,
@@ -84,17 +82,17 @@ def find_backward_obstacle(
     recipe: Recipe,
     *,
     precision: str | None = None,
-    is_cuda: bool = False,
+    is_on_gpu: bool = False,
     reduces_late: bool = False,
     has_padded_exchange: bool = False,
 ) -> str | None:
     """Return why the update of offloaded states cannot run in the backward pass; None if it can.
 
-    It must be able to overlap with the next forward pass too (`find_overlap_obstacle`).
+    It must be able to overlap with passes in general too (`find_overlap_obstacle`).
 
     Args:
         precision: Precision of a plan that overrides the recipe's.
-        is_cuda: True if the weights are on a GPU.
+        is_on_gpu: True if the update runs on a GPU.
         reduces_late: True if gradients are reduced after the backward pass.
         has_padded_exchange: True if a step may have to be repeated.
     """
@@ -108,7 +106,7 @@ def find_backward_obstacle(
         "elastic.rollback continues after a gradient that is not finite": (
             recipe.elastic.rollback is not None
         ),
-        "the device is a GPU": is_cuda,
+        "it runs on a GPU": is_on_gpu,
         "gradients are reduced after the backward pass": reduces_late,
         "a step may be repeated with exact exchanges": has_padded_exchange,
     }

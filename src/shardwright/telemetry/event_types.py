@@ -101,13 +101,14 @@ class StepEvent(Event):
     offload_written_bytes: int | None = None
     """Offloading: bytes written there since the step before."""
     offload_waiting_seconds: float | None = None
-    """Offloading to disk: part of optimizer_seconds in which the update waited for reads."""
+    """Offloading: time that training waited for transfers of states, and for an update that
+    overlaps with the next forward pass: the host with a disk, the device with host memory."""
     activation_read_bytes: int | None = None
     """Offloaded activations: bytes that returned to the device since the step before."""
     activation_written_bytes: int | None = None
     """Offloaded activations: bytes that left the device since the step before."""
     activation_waiting_seconds: float | None = None
-    """Activations on disk: time that forward and backward passes waited for transfers."""
+    """Offloaded activations: time that forward and backward passes waited for transfers."""
     parameter_read_bytes: int | None = None
     """Offloaded weights: bytes that came to the device since the step before, those of gradients
     of trained weights included."""
@@ -115,8 +116,8 @@ class StepEvent(Event):
     """Offloaded trained weights: bytes of them and of gradients that left the device since the
     step before. None for frozen weights, which are only read."""
     parameter_waiting_seconds: float | None = None
-    """Weights on disk: time that passes and the update waited for transfers, those of an evaluation
-    before the step included."""
+    """Offloaded weights: time that passes and the update waited for transfers, those of an
+    evaluation before the step included."""
     loss_scale: float | None = None
     """Loss scale, fp16 only."""
     fp8_saturated: dict[str, int] | None = None

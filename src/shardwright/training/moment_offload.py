@@ -10,6 +10,7 @@ from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.offload import (
     BackwardUpdate,
     DeferredUpdate,
+    HostBackwardUpdate,
     OffloadedOptimizer,
     ParameterOffload,
     StreamedUpdate,
@@ -48,7 +49,9 @@ def offload_moments(
     elif recipe.offload.update_on == "host":
         logger.info("offload.update_on: the device is the CPU, so host and device are the same")
     if device.type == "cuda" or recipe.offload.optimizer == "disk":
-        overlap = _choose_overlap(validated_run, model)
+        overlap = _choose_overlap(
+            validated_run, model, has_host_update=device.type == "cuda" and choice.place == "host"
+        )
     offloaded = offload_optimizer(
         optimizer,
         recipe.offload.model_copy(update={"update_on": choice.place}),
@@ -62,27 +65,39 @@ def offload_moments(
     return offloaded
 
 
-def _choose_overlap(validated_run: ValidatedRun, model: ParallelModel) -> UpdateOverlap | None:
-    """Choose the passes that hide the update, and log why others do not."""
+def _choose_overlap(
+    validated_run: ValidatedRun, model: ParallelModel, *, has_host_update: bool
+) -> UpdateOverlap | None:
+    """Choose the passes that hide the update, and log why others do not.
+
+    Args:
+        has_host_update: True if the host updates what is on a GPU.
+    """
     recipe = validated_run.recipe
+    is_cuda = model.device.type == "cuda"
     obstacle = find_overlap_obstacle(
-        recipe,
-        validated_run.shape,
-        is_cuda=model.device.type == "cuda",
-        has_weight_maxima=model.weight_maxima is not None,
+        recipe, validated_run.shape, has_weight_maxima=model.weight_maxima is not None
     )
-    if obstacle is not None:
-        logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
-        return None
     late = find_backward_obstacle(
         recipe,
-        is_cuda=model.device.type == "cuda",
+        is_on_gpu=is_cuda and not has_host_update,
         reduces_late=not model.completes_gradients_early,
         has_padded_exchange=find_padded_exchange(model.decoder) is not None,
     )
+    if has_host_update:
+        obstacle = obstacle or late
+        if obstacle is not None:
+            logger.info("offload: the update begins after the gradient norm, because %s", obstacle)
+            return None
+    elif obstacle is not None:
+        logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
+        return None
     if late is None:
         logger.info("offload: the update runs in the backward pass")
-        return BackwardUpdate(list_update_units(model), model.decoder.working_weights)
+        units = list_update_units(model)
+        if has_host_update:
+            return HostBackwardUpdate(units, model.device)
+        return BackwardUpdate(units, model.decoder.working_weights)
     logger.info("offload: the next forward pass begins during the update")
     if recipe.training.max_grad_norm is None:
         logger.info("offload: the update does not run in the backward pass, because %s", late)

@@ -4,6 +4,8 @@ pinned memory, and the weights return, with the bits of the resident run and no 
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
-from shardwright.errors import RecipeError
+from shardwright.errors import NonFiniteError, OffloadFailed, RecipeError
 from shardwright.layout import Layout, RankGrid
 from shardwright.numerics import get_local_tensor
 from shardwright.offload import OffloadedOptimizer, offload_optimizer
+from shardwright.offload.backward_update import HostBackwardUpdate
 from shardwright.offload.host_update import HostUpdate
+from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.optim import build_optimizer, collect_optimizer_tensors, collect_optimizer_values
 from shardwright.parallel.gradient_watch import GradientWatch
+from shardwright.parallel.update_units import list_update_units
 from shardwright.training.moment_offload import overlap_update
 from shardwright.training.run import train as run_training
-from shardwright.training.step import accumulate_gradients, update_parameters
+from shardwright.training.step import accumulate_gradients, begin_update, update_parameters
 from shardwright.verification.rank_pool import RankPool
 from tests.hostcuda import device
 from tests.hostcuda.ranks import LEARNING_RATE, Case, build_model, draw_micro_batches
@@ -35,6 +41,8 @@ from tests.unit.training.test_offload_run import build_run, read_checkpoints
 NUM_STEPS = 4
 OVERLAPPED = "overlapped"
 """Updated on the device during the next forward pass."""
+IN_BACKWARD = {"host in the backward pass": "host", "disk in the backward pass": "disk"}
+"""Updated on the host in the backward pass; tier of the moments."""
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
@@ -67,11 +75,19 @@ def count_early_gradients(outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def train(case: Case, folder: Path, tier: str, *, max_grad_norm: float | None = 0.5) -> Outcome:
-    """Train this rank's steps; the third one is skipped, because its gradient is infinite."""
+def train(
+    case: Case,
+    folder: Path,
+    tier: str,
+    *,
+    max_grad_norm: float | None = 0.5,
+    skipped_step: int | None = 2,
+) -> Outcome:
+    """Train this rank's steps; one is skipped, because its gradient is infinite."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    cuda = torch.device("cuda", rank)
     with torch.cuda.device(rank):  # the ranks' processes run other tests too
-        return _train_on(torch.device("cuda", rank), case, folder, tier, rank, max_grad_norm)
+        return _train_on(cuda, case, folder, tier, rank, max_grad_norm, skipped_step)
 
 
 def _train_on(
@@ -81,6 +97,7 @@ def _train_on(
     tier: str,
     rank: int,
     max_grad_norm: float | None,
+    skipped_step: int | None,
 ) -> Outcome:
     recipe = case.make_recipe()
     model = build_model(case, recipe, case.layout, cuda)
@@ -95,28 +112,36 @@ def _train_on(
         is_overlapped = tier == OVERLAPPED
         section = OffloadSection.model_validate(
             {
-                "optimizer": "host" if is_overlapped else tier,
+                "optimizer": "host" if is_overlapped else IN_BACKWARD.get(tier, tier),
                 "buffer_bytes": 16384,
                 "update_on": "device" if is_overlapped else "host",
             }
         )
+        overlap: UpdateOverlap | None = None
+        if is_overlapped:
+            overlap = overlap_update(model, is_deferred=False)
+        elif tier in IN_BACKWARD:
+            overlap = HostBackwardUpdate(list_update_units(model), cuda)
         optimizer = offload_optimizer(
             optimizer,
             section,
             model,
             device=cuda,
             default_folder=folder,
-            overlap=overlap_update(model, is_deferred=False) if is_overlapped else None,
+            overlap=overlap,
         )
     data_rank = RankGrid(case.layout).data_rank(rank)
     outcome = Outcome()
     for step in range(NUM_STEPS):
         batches = [batch.pin_memory() for batch in draw_micro_batches(case, data_rank)]
         with device.log_synchronisations() as log, count_early_gradients(outcome):
+            begin_update(optimizer, LEARNING_RATE)
             loss = accumulate_gradients(
-                model, batches, seed=0, step=step, loss_scale=1e38 if step == 2 else 1.0
+                model, batches, seed=0, step=step, loss_scale=1e38 if step == skipped_step else 1.0
             )
-            before_update = sum(log.values())
+            before_update = sum(
+                log[key] for key in tuple(log) if not key[1].endswith("_update_after")
+            )
             update = update_parameters(
                 model,
                 optimizer,
@@ -125,8 +150,9 @@ def _train_on(
                 router_table=loss.router_table,
                 overlaps_forward=True,
             )
-        assert update.is_skipped == (step == 2)
-        outcome.waits.append(sum(log.values()) - before_update)
+        assert update.is_skipped == (step == skipped_step)
+        of_thread = sum(log[key] for key in log if key[1].endswith("_update_after"))
+        outcome.waits.append(sum(log.values()) - before_update - of_thread)
     named = dict(model.named_parameters())
     tensors = named | collect_optimizer_tensors(optimizer, named.items())
     outcome.tensors = {
@@ -165,6 +191,78 @@ def test_the_bits_are_those_of_the_resident_run_and_the_host_waits_once(
         assert got.num_buckets > 20
         assert got.waits == [1] * NUM_STEPS  # for the norm
         assert got.num_early == len(got.values["steps"]) - 1  # the last one when all have ended
+
+
+WITHOUT_NORM: dict[str, Any] = {"max_grad_norm": None, "skipped_step": None}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tier", IN_BACKWARD)
+def test_an_update_in_the_backward_pass_has_the_bits_of_the_resident_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, tier: str
+) -> None:
+    """Each step's update ends while the norm is not known, and another thread runs it."""
+    threads: list[str] = []
+    num_updated: list[int] = []
+    copy_back = HostUpdate.copy_back
+    end_gradients = HostBackwardUpdate.end_gradients
+
+    def note_copy(self: HostUpdate, weights: Tensor, target: Tensor) -> None:
+        threads.append(threading.current_thread().name)
+        copy_back(self, weights, target)
+
+    def wait_for_thread(self: HostBackwardUpdate) -> None:
+        for task in self._tasks:
+            task.result()
+        num_updated.append(len(threads))
+        end_gradients(self)
+
+    monkeypatch.setattr(HostUpdate, "copy_back", note_copy)
+    monkeypatch.setattr(HostBackwardUpdate, "end_gradients", wait_for_thread)
+    case = Case(Layout(), sections={"optimizer": RULES[rule]})
+    expected = train(case, tmp_path, "none", **WITHOUT_NORM)
+    got = train(case, tmp_path, tier, **WITHOUT_NORM)
+    assert find_differences(expected, got) == []
+    assert got.waits == [1] * NUM_STEPS  # for the norm
+    assert set(threads) == {"host update_0"}
+    num_pieces = len(threads) // NUM_STEPS
+    assert num_updated == [num_pieces * (1 + step) for step in range(NUM_STEPS)]
+
+
+def test_an_update_in_the_backward_pass_waits_for_copies_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+    with pytest.raises(RuntimeError, match=r"missing event: .* writes memory"):
+        train(Case(Layout()), tmp_path, "host in the backward pass", **WITHOUT_NORM)
+    device.list_violations()  # those of the interrupted run
+
+
+def test_training_waits_for_weights_on_its_own_stream(tmp_path: Path) -> None:
+    case = Case(Layout())
+    expected = train(case, tmp_path, "none", **WITHOUT_NORM)
+    stream = torch.cuda.Stream(torch.device("cuda", 0))
+    with torch.cuda.stream(stream):
+        got = train(case, tmp_path, "host in the backward pass", **WITHOUT_NORM)
+    assert find_differences(expected, got) == []
+
+
+def test_an_update_in_the_backward_pass_cannot_skip_a_step(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="the weights were updated in the backward pass"):
+        train(Case(Layout()), tmp_path, "host in the backward pass", max_grad_norm=None)
+    assert not device.list_violations()
+
+
+def test_a_failing_disk_ends_a_step_with_an_update_in_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Disk, "read_at", fail)
+    with pytest.raises(OffloadFailed, match="could not be read"):
+        train(Case(Layout()), tmp_path, "disk in the backward pass", **WITHOUT_NORM)
+    device.list_violations()
 
 
 def test_gradients_without_clipping_have_the_bits_of_the_resident_run(tmp_path: Path) -> None:
@@ -209,6 +307,29 @@ def test_every_layout_has_the_bits_of_the_resident_run(
     for differences, num_early in device_ranks.run(size, compare_on_rank, case, tmp_path):
         assert differences == []
         assert (num_early > 0) == is_early
+
+
+EARLY_LAYOUTS = {name: case for name, (case, is_early) in LAYOUTS.items() if is_early} | {
+    "zero3 in bf16": Case(Layout(dp_shard=2, zero_stage=3), kind="bf16"),
+}
+
+
+def compare_backward_updates_on_rank(case: Case, folder: Path) -> list[str]:
+    """Compare this rank's run, whose update is in the backward pass, with the resident run."""
+    expected = train(case, folder, "none", **WITHOUT_NORM)
+    return find_differences(
+        expected, train(case, folder, "host in the backward pass", **WITHOUT_NORM)
+    )
+
+
+@pytest.mark.parametrize("name", EARLY_LAYOUTS)
+def test_updates_in_the_backward_pass_have_the_bits_of_the_resident_run_under_layouts(
+    device_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    case = EARLY_LAYOUTS[name]
+    size = case.layout.world_size
+    found = device_ranks.run(size, compare_backward_updates_on_rank, case, tmp_path)
+    assert found == [[]] * size
 
 
 def test_copies_are_pinned_and_moments_are_not_on_the_device(tmp_path: Path) -> None:
@@ -278,16 +399,21 @@ def test_an_update_without_a_norm_waits_for_the_gradients(tmp_path: Path) -> Non
     assert not device.list_violations()
 
 
+@pytest.mark.parametrize("is_in_backward", [False, True])
 def test_a_run_writes_the_checkpoints_of_the_resident_run_and_resumes_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_in_backward: bool
 ) -> None:
     def build(run: str, tier: str, max_steps: int) -> Recipe:
         recipe = build_run(tmp_path, run, tier, max_steps=max_steps)
         on_host = {"update_on": "host"} if tier != "none" else {}
+        sections: dict[str, dict[str, Any]] = {"run": {"device": "cuda"}, "offload": on_host}
+        if is_in_backward:
+            sections["training"] = {"max_grad_norm": None, "max_skipped_steps": 0}
+            sections["precision"] = {"kind": "bf16", "working_weights": True}
         return recipe.model_copy(
             update={
-                "run": recipe.run.model_copy(update={"device": "cuda"}),
-                "offload": recipe.offload.model_copy(update=on_host),
+                name: getattr(recipe, name).model_copy(update=changed)
+                for name, changed in sections.items()
             }
         )
 
@@ -296,6 +422,13 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run_and_resumes_them(
         run_training(build("run", "disk", 2))
     assert any("the host updates them, with" in line for line in caplog.messages)
     assert "offload.update_on: host: the recipe says so" in caplog.messages
+    line = (
+        "offload: the update runs in the backward pass"
+        if is_in_backward
+        else "offload: the update begins after the gradient norm, because training.max_grad_norm "
+        "clips gradients"
+    )
+    assert line in caplog.messages
     run_training(build("run", "host", 4), resume=True)
     expected = read_checkpoints(tmp_path / "resident")
     assert len(expected) == 4

@@ -19,6 +19,7 @@ from shardwright.config.offload import OffloadSection
 from shardwright.layout import Layout
 from shardwright.offload import OffloadedOptimizer, StreamedUpdate, offload_optimizer
 from shardwright.offload.device_buffers import DeviceBuffers
+from shardwright.offload.store import CopyClock, TransferCounts
 from shardwright.optim import (
     build_optimizer,
     collect_optimizer_tensors,
@@ -109,7 +110,8 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
         batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
         accumulate_gradients(model, batches, seed=0, step=step)
         if isinstance(optimizer, OffloadedOptimizer):
-            before = replace(optimizer.counts)
+            # Not those of the optimizer, which ask the device what has ended.
+            before = replace(optimizer._store.counts)
             outcome.ahead_bytes.append(before.read_bytes - before.written_bytes)
         with device.log_synchronisations() as log:
             update_parameters(
@@ -121,7 +123,8 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
             )
         outcome.waits.append(sum(log.values()))
         if isinstance(optimizer, OffloadedOptimizer):
-            outcome.launched_bytes.append(optimizer.counts.written_bytes - before.written_bytes)
+            written_bytes = optimizer._store.counts.written_bytes
+            outcome.launched_bytes.append(written_bytes - before.written_bytes)
         if step == 1:
             for moment in collect_optimizer_tensors(optimizer, named.items()).values():
                 if moment.is_floating_point():
@@ -310,3 +313,44 @@ def test_pieces_of_one_buffer_are_updated_by_one_launch_with_any_factor(
     assert calls == ([] if shares_memory else [2])
     for piece in pieces:
         assert torch.allclose(piece.state["exp_avg"].cpu(), torch.tensor(0.05))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_run_reports_the_times_of_copies_and_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trained: bool
+) -> None:
+    recipe = build_run(tmp_path, "run", "host", max_steps=3)
+    sections: dict[str, Any] = {
+        "offload": dict.fromkeys(("optimizer", "parameters", "activations"), "host"),
+        "run": {"dir": str(tmp_path / "run"), "device": "cuda"},
+    }
+    if not trained:
+        sections["adapters"] = {"rank": 4}
+    with caplog.at_level("INFO", logger="shardwright"):
+        run_training(
+            Recipe.model_validate(recipe.model_dump(mode="json", exclude_unset=True) | sections)
+        )
+    lines = [line for line in caplog.messages if "of the transfer time was hidden" in line]
+    subjects = ["states", "activations", "weights" if trained else "frozen weights"]
+    assert all(f" of {subject} read" in line for subject, line in zip(subjects, lines, strict=True))
+    last = read_events(tmp_path / "run").filter_by_type(StepEvent)[-1]
+    for prefix in ("offload", "activation", "parameter"):
+        assert 0.0 < getattr(last, f"{prefix}_waiting_seconds") < last.step_seconds
+
+
+def test_times_are_counted_once_their_events_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda begin, end: 1.0)
+    clock = CopyClock(TransferCounts())
+    for _ in range(2):
+        clock.end("reading_seconds", clock.begin())
+        with clock.time_wait():
+            pass
+    clock.end("writing_seconds", clock.begin())
+    ended = iter([True, True, False])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.Event, "query", lambda event: next(ended))
+        counts = clock.collect()
+    assert counts == TransferCounts(reading_seconds=1e-3, waiting_seconds=1e-3)
+    expected = TransferCounts(reading_seconds=2e-3, waiting_seconds=2e-3, writing_seconds=1e-3)
+    assert clock.collect() == expected
+    assert clock.collect() == expected

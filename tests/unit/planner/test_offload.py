@@ -113,7 +113,6 @@ def test_a_forward_pass_hides_an_update_after_that_of_its_first_layer() -> None:
             {"offload": {"optimizer": "host", "parameters": "host"}},
             "weights return to their tier after it",
         ),
-        ({"offload": {"optimizer": "host", "update_on": "host"}}, "the host updates"),
     ]
     for changed, obstacle in cases:
         recipe = build_recipe(**sections | changed)
@@ -156,6 +155,27 @@ def test_without_clipping_the_backward_pass_hides_the_update() -> None:
     on_host = build_template(build_recipe(offload={"optimizer": "host"}, training=training))
     update_seconds = predictor.predict(on_host).time.optimizer
     assert update_seconds == pytest.approx(STATE_BYTES / 25e9, rel=0.01)
+
+
+def test_without_clipping_the_backward_pass_hides_an_update_on_the_host() -> None:
+    facts = get_model_facts(read_planning_shape(build_recipe()))
+    predictor = Predictor(facts, parse_cluster("1xH100-80GB"), Efficiency())
+    candidate = build_template(build_recipe(offload={"optimizer": "host", "update_on": "host"}))
+    assert candidate.is_updated_on_host
+    assert candidate.needs_gradient_norm
+    free = replace(candidate, needs_gradient_norm=False)
+    assert offload_costs.is_updated_in_backward(free)
+    short, long = (
+        [predictor.predict(replace(each, micro_batch_size=rows)).time for each in (candidate, free)]
+        for rows in (16, 2048)
+    )
+    # Copies to the host end after a short backward pass, during the update.
+    copy_seconds = 2 * 4 * NUM_PARAMETERS / 25e9
+    assert short[0].optimizer - short[1].optimizer == pytest.approx(copy_seconds, rel=0.1)
+    # A long one hides all but the update of the first layer, and the norm.
+    assert short[0].optimizer > long[0].optimizer > 5 * long[1].optimizer > 0.0
+    waiting = replace(free, layout=Layout(dp_replicate=2))
+    assert not offload_costs.is_updated_in_backward(waiting)
 
 
 RATES = TierRates(

@@ -299,17 +299,23 @@ def _compute_update_seconds(
     moved = compute_moved_weights(costs.facts, candidate, load.layers)
     if not num_elements or (candidate.offload == "none" and not moved.gradients):
         return seconds
+    first_elements = count_first_elements(costs, load)
+    num_layers = max(1, sum(load.layers))
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
         norm_seconds = norm_bytes / costs.rates.update_bytes_per_second
         accelerator = costs.network.cluster.accelerator
         moved_bytes = count_update_bytes(num_elements, candidate, accelerator) - norm_bytes
         return norm_seconds + compute_host_update_seconds(
-            candidate, num_elements, moved_bytes, backward_seconds, profile
+            candidate,
+            num_elements,
+            moved_bytes,
+            backward_seconds,
+            profile,
+            first_share=first_elements / num_elements,
+            num_layers=num_layers,
         )
     state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
-    first_elements = count_first_elements(costs, load)
-    num_layers = max(1, sum(load.layers))
     layer_bytes = 0.0
     if candidate.overlaps_update:
         layer_bytes = state_bytes * (num_elements - first_elements) / max(1, num_layers - 1)
