@@ -104,7 +104,7 @@ marks = Path(sys.argv.pop(1))
 from shardwright.training import loop
 step = loop.TrainingLoop._run_step
 def wait_and_step(self):
-    (marks / f"at-work-{self.rank_environment.rank}").touch()
+    (marks / f"at-work-{self.context.rank_environment.rank}").touch()
     while not (marks / "go").exists():
         time.sleep(0.05)
     return step(self)
@@ -118,7 +118,13 @@ them.
 
 
 def start_rank(
-    recipe: Path, folder: Path, port: int, rank: int, temporary_folder: Path, marks: Path
+    recipe: Path,
+    folder: Path,
+    port: int,
+    rank: int,
+    temporary_folder: Path,
+    marks: Path,
+    *words: str,
 ) -> subprocess.Popen[str]:
     """Start one rank as torchrun or srun does."""
     environment = os.environ | {
@@ -139,7 +145,7 @@ def start_rank(
         "--run-dir",
         str(folder),
     ]
-    command += ["--set", "run.timeout_seconds=600"]
+    command += ["--set", "run.timeout_seconds=600", *words]
     return subprocess.Popen(
         command,
         env=environment,
@@ -166,7 +172,7 @@ def wait_until_at_work(ranks: list[subprocess.Popen[str]], marks: Path) -> None:
         # By the claim in the store; here a machine is a folder for temporary files.
         (1, "two", "run", "rank 1 is taken"),
         # By the lock on the run folder, which the first rank holds.
-        (0, "two", "run", "already"),
+        (0, "two", "run", "another process is writing"),
         # By the port, on which the store of the running run listens.
         (0, "two", "another run", "in use"),
     ],
@@ -180,6 +186,7 @@ def test_a_second_process_of_a_rank_is_refused_and_the_run_continues(
     into: str,
     expected: str,
 ) -> None:
+    """Without `--resume` every rank refuses a folder that has a run, before it looks for others."""
     port = find_free_port()
     folder = tmp_path / "run"
     for name in ("one", "two"):
@@ -189,7 +196,10 @@ def test_a_second_process_of_a_rank_is_refused_and_the_run_continues(
     ]
     try:
         wait_until_at_work(ranks, tmp_path)
-        double = start_rank(recipe, tmp_path / into, port, rank, tmp_path / machine, tmp_path)
+        words = ["--resume"] if into == "run" else []
+        double = start_rank(
+            recipe, tmp_path / into, port, rank, tmp_path / machine, tmp_path, *words
+        )
         _, message = double.communicate(timeout=600)
         assert double.returncode == ExitCode.WRONG_INPUT, message
         assert expected in message
@@ -198,5 +208,6 @@ def test_a_second_process_of_a_rank_is_refused_and_the_run_continues(
         assert [process.returncode for process in ranks] == [ExitCode.DONE, ExitCode.DONE], endings
     finally:
         for process in ranks:
-            process.kill()
+            with process:  # closes its pipe
+                process.kill()
     assert_same_end(folder, undisturbed)

@@ -227,6 +227,7 @@ def install_data_faults(faults: Faults, loop_instance: Any) -> None:
 
 def install_update_faults(faults: Faults, loop: Any, step_policy: Any) -> None:
     """Install the faults between the backward pass and the update, and after it."""
+    from shardwright.training.metrics.host_reads import read_together
     from shardwright.training.step import StepLoss, StepUpdate
 
     def flip(loop_instance: Any, *_: object) -> None:
@@ -242,7 +243,8 @@ def install_update_faults(faults: Faults, loop: Any, step_policy: Any) -> None:
             gradients[0].view(-1)[0] = float("nan")
         if faults.take_due_faults("pass over"):
             optimizer.zero_grad(set_to_none=True)
-            return StepUpdate(float("nan"), is_skipped=True)
+            values = tuple(read_together(options["read_along"]))
+            return StepUpdate(float("nan"), is_skipped=True, read_values=values)
         return original(model, optimizer, **options)
 
     def accumulate(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
