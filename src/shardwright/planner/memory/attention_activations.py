@@ -155,9 +155,8 @@ def compute_attention_bytes(
         soft_cap = size if shape.attention_soft_cap is not None else 0
         score_bytes = scores * (max(size, 4) + cast + soft_cap)
         saved += score_bytes + 2 * tokens * (queries - attended_keys) * size
-        if "attention_out" in find_frozen_products(
-            kind, candidate
-        ):  # only whose product reads the output again
+        # Only its product reads the output again.
+        if "attention_out" in find_frozen_products(kind, candidate):
             saved -= tokens * queries * size
         score_products = scores * size
         matmul_results += score_products
