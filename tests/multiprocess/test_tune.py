@@ -296,13 +296,13 @@ TRY_ALL = f"""
 import json, sys, time
 from pathlib import Path
 from shardwright.config import load_recipe
-from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.launch.stop_signals import StopRequest
+from shardwright.planner.cluster_choice import load_cluster
 from shardwright.tuning import recipe_tuning
 from shardwright.tuning.tuning_result import TuningOptions
 recipe = load_recipe(sys.argv[1])
 options = TuningOptions(max_candidates=12, fixed=("compile",))
-_, request = recipe_tuning._prepare(recipe, parse_cluster("2xcpu"), options)
+_, request = recipe_tuning._prepare(recipe, load_cluster("2xcpu"), options)
 seconds = {{}}
 started = time.monotonic()
 for candidate in recipe_tuning.list_candidates(request).candidates:
