@@ -60,7 +60,7 @@ class PinnedStore:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = TransferCounts()
-        self._clock = CopyClock(self._counts)
+        self._clock = CopyClock(self._counts, device)
         self._device = device
         self._stream_in = torch.cuda.Stream(device)
         self._stream_out = torch.cuda.Stream(device)
@@ -81,11 +81,7 @@ class PinnedStore:
             place[: data.numel()].copy_(data, non_blocking=True)
             copied = self._clock.end("writing_seconds", begin)
         self._counts.written_bytes += data.numel()
-        return place, partial(self._wait, copied)
-
-    def _wait(self, copied: torch.cuda.Event) -> None:
-        with self._clock.time_wait():
-            torch.cuda.current_stream(self._device).wait_event(copied)
+        return place, partial(self._clock.wait, copied)
 
     def _allocate(self, num_bytes: int) -> Tensor:
         """Return the smallest free buffer of at least this size and at most twice it, or a new one.
@@ -106,7 +102,7 @@ class PinnedStore:
             data.copy_(place[:num_bytes], non_blocking=True)
             copied = self._clock.end("reading_seconds", begin)
         self._counts.read_bytes += num_bytes
-        return data, partial(self._wait, copied)
+        return data, partial(self._clock.wait, copied)
 
     def free(self, place: Tensor) -> None:
         """Keep the memory for a later write, which waits for training and so for its copies."""

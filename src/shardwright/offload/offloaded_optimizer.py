@@ -122,7 +122,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         self._store = create_store(self._partition)
         # The threads of a disk have times of their own, which are longer.
         self._clock = CopyClock(
-            self._store.counts if self._store.tier == "host" else TransferCounts()
+            self._store.counts if self._store.tier == "host" else TransferCounts(), device
         )
         if isinstance(overlap, StreamedUpdate):
             overlap.clock = self._clock

@@ -36,7 +36,7 @@ class PinnedParameterStore:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = TransferCounts()
-        self._clock = CopyClock(self._counts)
+        self._clock = CopyClock(self._counts, device)
         self.num_bytes = 0
         """Bytes of all places."""
         self._device = device
@@ -85,12 +85,7 @@ class PinnedParameterStore:
             target.copy_(source, non_blocking=True)
             copied = self._clock.end("reading_seconds", begin)
         self._counts.read_bytes += target.numel()
-        return partial(self._wait, copied)
-
-    def _wait(self, copied: torch.cuda.Event, _data: Tensor | None = None) -> None:
-        """Let training's stream wait for a copy; `_data` is memory that exists until then."""
-        with self._clock.time_wait():
-            torch.cuda.current_stream(self._device).wait_event(copied)
+        return partial(self._clock.wait, copied)
 
     def write(self, position: int, source: Tensor) -> Wait:
         """Launch the copy of `source`, contiguous; it may change after the wait, which keeps its
@@ -104,7 +99,7 @@ class PinnedParameterStore:
             copied = self._clock.end("writing_seconds", begin)
         place.written[position - place.first] = (data.numel(), copied)
         self._counts.written_bytes += data.numel()
-        return partial(self._wait, copied, data)
+        return partial(self._clock.wait, copied, data)
 
     def view(self, position: int, num_bytes: int) -> Tensor:
         """Return the memory of bytes, for reading and writing, valid until the next transfer.

@@ -49,12 +49,13 @@ class CopyClock:
     Events in the streams measure them, so the host waits for nothing.
     """
 
-    def __init__(self, counts: TransferCounts) -> None:
+    def __init__(self, counts: TransferCounts, device: torch.device) -> None:
         """
         Args:
             counts: receives the times.
         """
         self._counts = counts
+        self._device = device
         self._spans: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         """Field of the counts, begin and end, in the order of the ends' records."""
         self._spare: list[torch.cuda.Event] = []
@@ -80,6 +81,14 @@ class CopyClock:
         begin = self.begin()
         yield
         self._spans.append(("waiting_seconds", begin, self.begin()))
+
+    def wait(self, event: torch.cuda.Event, _memory: object = None) -> None:
+        """Make the current stream wait for an event, and measure how long.
+
+        A wait that is bound to `_memory` keeps that alive until then.
+        """
+        with self.time_wait():
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def collect(self) -> TransferCounts:
         """Return the counts, with the times of all that has ended."""

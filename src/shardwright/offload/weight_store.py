@@ -78,7 +78,7 @@ class PinnedWeightStore:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = TransferCounts()
-        self._clock = CopyClock(self._counts)
+        self._clock = CopyClock(self._counts, device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -106,11 +106,7 @@ class PinnedWeightStore:
             target.copy_(place, non_blocking=True)
             copied = self._clock.end("reading_seconds", begin)
         self._counts.read_bytes += place.numel()
-        return partial(self._wait, copied)
-
-    def _wait(self, copied: torch.cuda.Event) -> None:
-        with self._clock.time_wait():
-            torch.cuda.current_stream(self._device).wait_event(copied)
+        return partial(self._clock.wait, copied)
 
     def close(self) -> None:
         """Leave the memory to the places' owner."""

@@ -340,7 +340,7 @@ def test_a_run_reports_the_times_of_copies_and_waits(
 
 def test_times_are_counted_once_their_events_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda begin, end: 1.0)
-    clock = CopyClock(TransferCounts())
+    clock = CopyClock(TransferCounts(), torch.device("cuda", 0))
     for _ in range(2):
         clock.end("reading_seconds", clock.begin())
         with clock.time_wait():
