@@ -30,6 +30,11 @@ VARIANTS: dict[str, dict[str, str]] = {
         "parameters": "host",
         "update_on": "device",
     },
+    "moments and weights on the host, updated there": {
+        "optimizer": "host",
+        "parameters": "host",
+        "update_on": "host",
+    },
     "saved tensors on the host": {"activations": "host"},
     "resident, again": {},
 }

@@ -31,11 +31,7 @@ from shardwright.placement.compilation import (
     choose_pointwise,
 )
 from shardwright.placement.row_assignment import WorkBalance, waits_after_each_micro_batch
-from shardwright.schedule import (
-    PIPELINE_SCHEDULES,
-    load_schedule,
-    load_schedule_file,
-)
+from shardwright.schedule import PIPELINE_SCHEDULES, load_schedule, load_schedule_file
 
 
 @dataclass(frozen=True)
@@ -102,6 +98,8 @@ class Plan:
     """Reason of `layout.async_tensor_parallel: auto`; None if the recipe names the overlap."""
     expert_dispatch_reason: str | None = None
     """Reason of `layout.expert_dispatch: auto`; None if the recipe names the order."""
+    offloads_trained_weights: bool = False
+    """True if the blocks' matrices are trained and leave the device between their uses."""
 
     @property
     def shape(self) -> ModelShape:
@@ -131,6 +129,7 @@ class Plan:
                 has_recompute=self.recompute != "none",
                 gradient_accumulation_steps=self.batch.gradient_accumulation_steps,
                 has_adapters=self.shape.adapters is not None,
+                is_offloaded=self.offloads_trained_weights,
             )
         )
 
@@ -221,13 +220,12 @@ def complete_plan(
     plan = Plan(
         placement,
         batch,
-        resolve_precision(recipe, choice).precision.model_copy(
-            update={"working_weights": recipe.working_weights}
-        ),
+        resolve_precision(recipe, choice).precision,
         recipe.recompute_kind or "auto",
         None if choice is None else choice.reason,
         recipe.model.compile is True if compilation is None else compilation.is_compiled,
         None if compilation is None else compilation.reason,
+        offloads_trained_weights=recipe.has_offloaded_trained_weights,
     )
     pointwise = choose_pointwise(
         recipe.model.fused_pointwise,

@@ -46,7 +46,38 @@ ACCUMULATED: dict[str, Any] = {
     "learning_rate": RATE,
 }
 LONG_ROWS = ACCUMULATED | {"sequence_length": 32, "gradient_accumulation_steps": 2}
+COPIED = {"kind": "bf16", "working_weights": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "working weights": {"precision": COPIED, "training": ACCUMULATED},
+    "working weights, frozen": {
+        "model": {"config": DEEP, "freeze": ["*q_proj.weight", "*norm.weight"]},
+        "precision": COPIED,
+        "recompute": "full",
+    },
+    "zb_h1 with working weights": {
+        "model": {"config": DEEP_SPARSE},
+        "layout": {"pp": 2, "schedule": "zb_h1"},
+        "precision": COPIED,
+        "training": ACCUMULATED,
+    },
+    "tp2 x dp2 with working weights, pruned": {
+        "layout": {"tp": 2, "dp_replicate": 2},
+        "precision": COPIED,
+    },
+    "working weights in fp8": {
+        "model": {"config": SPARSE | {"num_hidden_layers": 3}},
+        "precision": {"kind": "fp8", "working_weights": True},
+        "training": ACCUMULATED,
+    },
+    "tp2 with working weights in tensorwise": {
+        "layout": {"tp": 2},
+        "precision": {
+            "kind": "fp8",
+            "working_weights": True,
+            "fp8": {"recipe": "tensorwise"},
+        },
+        "training": ACCUMULATED,
+    },
     "one rank": {"recompute": "full"},
     "one rank of zero3": {"layout": {"zero_stage": 3}, "recompute": "selective"},
     "frozen": {"model": {"config": DEEP, "freeze": ["*q_proj.weight", "*norm.weight"]}},
@@ -201,7 +232,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "training": ACCUMULATED,
     },
 }
-WORLD_SIZES = {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
+WORLD_SIZES = {"zb_h1 with working weights": 2, "tp2 x dp2 with working weights, pruned": 4}
+WORLD_SIZES |= {"tp2 with working weights in tensorwise": 2}
+WORLD_SIZES |= {"zero0": 2, "tp2": 2, "cp2": 2, "tp2 x dp2": 4}
 WORLD_SIZES |= {"tp2 x dp2, pruned": 4, "zb_h1 x zero2, pruned": 4}
 WORLD_SIZES |= {"pp2": 2, "pp2 x dp2": 4, "interleaved": 2, "gpipe": 2}
 WORLD_SIZES |= {"zb_h1": 2, "zb_h1 x dp2, frozen": 4, "zbv": 2, "dualpipev": 2, "zbv x tp2": 4}

@@ -106,12 +106,6 @@ class Recipe(RecipeSection):
         return None if isinstance(self.recompute, RecomputeSection) else self.recompute
 
     @property
-    def working_weights(self) -> bool | Literal["auto"]:
-        """`precision.working_weights`; `auto` copies no weights that leave the device."""
-        setting = self.precision.working_weights
-        return False if setting == "auto" and self.has_offloaded_trained_weights else setting
-
-    @property
     def moved_offload(self) -> OffloadSection:
         """Offloading that moves bytes in a run: on a CPU nothing moves to the host."""
         return self.offload.without_host() if self.run.device == "cpu" else self.offload

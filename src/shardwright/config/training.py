@@ -165,7 +165,8 @@ class PrecisionSection(RecipeSection):
     several micro-batches per step without recompute, and for adapters. On CUDA it also does where
     fewer casts are made and the predicted memory of the run fits into the free memory of the
     fullest device. `true` does so always; copies take 2 bytes per parameter. Weights of 8-bit
-    products are kept as codes."""
+    products are kept as codes. With `offload.parameters` and without adapters, copies stay on the
+    device and weights do not move in the passes; `auto` does so on CUDA if they fit."""
     initial_loss_scale: Annotated[float, Field(strict=True, gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000
@@ -226,15 +227,16 @@ def should_cast_once(
     has_recompute: bool,
     gradient_accumulation_steps: int,
     has_adapters: bool,
+    is_offloaded: bool = False,
 ) -> bool:
     """Return True if replicated weights are cast once per step (`precision.working_weights`).
 
     `auto` does so where a step would cast them more than once and save the casts anyway, or
-    where only adapters are cast. A run on CUDA may copy in other cases too, if free memory holds
-    the copies (`training.memory_settings`).
+    where only adapters are cast, but not if the weights leave the device. A run on CUDA may copy in
+    other cases too, if free memory holds the copies (`training.memory_settings`).
     """
-    if setting != "auto":
-        return setting
+    if setting != "auto" or is_offloaded:
+        return setting is True
     if has_adapters:
         return has_recompute or gradient_accumulation_steps > 1
     return not has_recompute and gradient_accumulation_steps > 1

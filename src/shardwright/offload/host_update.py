@@ -4,9 +4,10 @@
 the backward pass, with the weights it belongs to, on a stream of its own. Training's stream waits
 for the last of these copies before the gradient norm is computed. So the host, which has to read
 the norm, has all of them when it has the norm, and waits for no copy. Updated weights return
-piece by piece on another stream while the next piece is updated; training's stream waits for the
-last one. An update in the backward pass waits for the copy of each gradient in a thread of its own
-(`HostBackwardUpdate`). When that copy has ended, so have all computations that read the weights.
+piece by piece on another stream while the next piece is updated; what reads them waits for that
+stream (`HostDeferredUpdate`), or training's stream for the last one. An update in the backward pass
+waits for the copy of each gradient in a thread of its own (`HostBackwardUpdate`). When that copy
+has ended, so have all computations that read the weights.
 """
 
 from __future__ import annotations
@@ -112,9 +113,13 @@ class HostUpdate:
         with torch.cuda.stream(self._stream_in):
             target.copy_(weights, non_blocking=True)
 
+    def order_after_copies(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait for all weights that are on their way to the device."""
+        stream.wait_stream(self._stream_in)
+
     def end_update(self) -> None:
         """Let training's stream wait for all weights."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream_in)
+        self.order_after_copies(torch.cuda.current_stream(self._device))
         self._factor = 1.0
 
     def discard_gradients(self) -> None:

@@ -26,6 +26,7 @@ from shardwright.offload.state_buckets import (
     BucketPiece,
     OffloadedParameter,
     StatePartition,
+    StepCounts,
     partition_state,
 )
 from shardwright.offload.store import CopyClock, Store, TransferCounts, TransferReporter
@@ -44,7 +45,8 @@ from shardwright.optim.state import get_rule
 class _UpdateInputs(NamedTuple):
     """Gradient and group of a parameter, as they were when the update began."""
 
-    gradient: Tensor
+    gradient: Tensor | None
+    """None if the host has it."""
     group: dict[str, Any]
 
 
@@ -78,7 +80,8 @@ class OffloadedOptimizer(ShardedOptimizer):
             device: Device of parameters and gradients.
             should_fill_buckets: Give buckets equal sizes (`partition_state`).
             has_host_update: True to update on the host what is on a CUDA device.
-            parameters: Brings parameters and gradients that are elsewhere.
+            parameters: Brings parameters and gradients that are elsewhere, or lets the host update
+                them there.
             overlap: Lets each module wait for the update of its own weights, or updates in the
                 backward pass. Otherwise, and after `wait_for_update`, the device waits for the
                 whole update.
@@ -110,15 +113,18 @@ class OffloadedOptimizer(ShardedOptimizer):
             bucket_bytes if optimizer.is_divisible else 1 << 62,
             should_fill=should_fill_buckets,
         )
-        self._host_update = (
-            HostUpdate({name: member for name, (member, _) in self._members.items()}, device)
-            if has_host_update
-            else None
-        )
+        self._is_in_store = parameters is not None and parameters.is_updated_on_host
+        tensors = {name: parameter for name, (parameter, _) in self._members.items()}
+        for name in frozenset() if parameters is None else tensors.keys() & parameters.names:
+            del tensors[name]
+        self._host_update = HostUpdate(tensors, device) if has_host_update else None
         for parameter, group in self._members.values():
             count = optimizer.create_step_count(parameter, group)
             self.state[parameter]["step"] = count.cpu() if has_host_update else count
-        self._step_counts = self._create_step_counts()
+        self._step_counts = StepCounts(
+            self._partition,
+            {name: self.state[member]["step"] for name, (member, _) in self._members.items()},
+        )
         self._store = create_store(self._partition)
         # The threads of a disk have times of their own, which are longer.
         self._clock = CopyClock(
@@ -182,27 +188,6 @@ class OffloadedOptimizer(ShardedOptimizer):
             is_divisible=self.optimizer.is_divisible and local.is_contiguous(),
             unit=None if self._parameters is None else self._parameters.get_unit(name),
         )
-
-    def _create_step_counts(self) -> dict[tuple[str, int], Tensor]:
-        """Return a step count per piece; the first is the one in the parameter's state."""
-        counts = {}
-        for bucket in self._partition.buckets:
-            for piece in bucket.pieces:
-                count = self.state[self._members[piece.name][0]]["step"]
-                counts[piece.name, piece.first_row] = (
-                    count if piece.first_row == 0 else count.clone()
-                )
-        return counts
-
-    def _copy_step_counts(self) -> None:
-        """Give each further piece of a parameter the step count of the first."""
-        copies = {
-            count: self._step_counts[name, 0]
-            for (name, first_row), count in self._step_counts.items()
-            if first_row
-        }
-        if copies:
-            torch._foreach_copy_(list(copies), list(copies.values()))
 
     def initialise_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Do nothing: the store begins with zeros."""
@@ -292,14 +277,14 @@ class OffloadedOptimizer(ShardedOptimizer):
         With an overlap behind the next pass the caller may drop gradients and change groups before
         the first bucket. In a backward pass gradients follow, of any parameter that is trained.
         """
-        self._copy_step_counts()
+        self._step_counts.copy_first()
         factor, self.gradient_factor = self.gradient_factor, 1.0
         inputs: dict[str, _UpdateInputs] | None = None
         if self.is_updating:
             updated = {name for name, (tensor, _) in self._members.items() if tensor.requires_grad}
         else:
             updated = {name for name in self._members if self._is_updated(name)}
-            if self._overlap is not None and self._host_update is None:
+            if self._overlap is not None:
                 inputs = self._collect_inputs(updated)
         order = [
             index
@@ -308,6 +293,9 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None and not self.is_updating:
             self._host_update.begin_update()
+        if self._parameters is not None and self._is_in_store:
+            last_buckets = {self._find_offloaded_unit(index): index for index in order}
+            self._parameters.begin_host_update(unit for unit in last_buckets if unit is not None)
         self._stream.begin(order)
         unit: int | None = None
         for index in order:
@@ -318,7 +306,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 for piece in pieces
                 if piece.name in updated and (inputs is not None or self._is_updated(piece.name))
             ]
-            if self._parameters is not None:
+            if self._parameters is not None and not self._is_in_store:
                 names = [piece.name for piece in planned]
                 following = self._parameters.find_unit(names)
                 if following is not None and following != unit:
@@ -331,20 +319,35 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self._update_pieces(built, factor)
             if self._overlap is not None:
                 self._end_bucket(self._overlap, planned, inputs)
+            if self._parameters is not None and self._is_in_store:
+                offloaded_unit = self._find_offloaded_unit(index)
+                if offloaded_unit is not None and last_buckets[offloaded_unit] == index:
+                    self._parameters.end_host_update_of(offloaded_unit)
         self._stream.end()
         self.optimizer.finish_update()
         if self._host_update is not None:
             self._host_update.end_update()
+            if not self.is_updating:
+                self._host_update.discard_gradients()
         if self._parameters is not None:
             self._parameters.finish_update()
+
+    def _find_offloaded_unit(self, index: int) -> int | None:
+        """Return the unit of the offloaded parameters of a bucket; None if it has none."""
+        assert self._parameters is not None
+        pieces = self._partition.buckets[index].pieces
+        return self._parameters.find_unit(piece.name for piece in pieces)
 
     def _collect_inputs(self, names: Iterable[str]) -> dict[str, _UpdateInputs]:
         groups = {id(group): dict(group) for group in self.param_groups}
         inputs = {}
         for name in names:
             parameter, group = self._members[name]
-            assert parameter.grad is not None
-            inputs[name] = _UpdateInputs(parameter.grad, groups[id(group)])
+            gradient = None
+            if self._host_update is None:
+                gradient = parameter.grad
+                assert gradient is not None
+            inputs[name] = _UpdateInputs(gradient, groups[id(group)])
         return inputs
 
     def _end_bucket(
@@ -353,7 +356,7 @@ class OffloadedOptimizer(ShardedOptimizer):
         pieces: Sequence[BucketPiece],
         inputs: dict[str, _UpdateInputs] | None,
     ) -> None:
-        """Tell the overlap which parameters of a bucket are complete; it keeps their gradients."""
+        """Tell the overlap which weights on the device are complete; it keeps gradients."""
         names = [piece.name for piece in pieces]
         complete = {piece.name: self._members[piece.name][0] for piece in pieces if piece.is_last}
         if inputs is None:
@@ -362,12 +365,15 @@ class OffloadedOptimizer(ShardedOptimizer):
             gradients = [inputs[name].gradient for name in names]
             for name in complete:
                 del inputs[name]
+        for name in [name for name in complete if self._is_updated_in_store(name)]:
+            del complete[name]
         overlap.end_bucket(names, complete, [item for item in gradients if item is not None])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those on the host and on disk too."""
         super().zero_grad(set_to_none)
-        if self._host_update is not None:
+        is_pending = self._overlap is not None and self._overlap.is_pending
+        if self._host_update is not None and not is_pending:  # the update reads the host's copies
             self._host_update.discard_gradients()
         if self._parameters is not None:
             self._parameters.discard_gradients()
@@ -385,11 +391,16 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._host_update.scale_piece(piece.gradient)
         self.optimizer.update_pieces(pieces)
         for piece in pieces:
+            if self._is_updated_in_store(piece.name):
+                continue
             target = get_local_tensor(self._members[piece.name][0].detach())
             if piece.first_element is not None:
                 start = piece.first_element
                 target = target.view(-1)[start : start + piece.local.numel()]
             self._host_update.copy_back(piece.local.view(target.shape), target)
+
+    def _is_updated_in_store(self, name: str) -> bool:
+        return self._parameters is not None and self._is_in_store and name in self._parameters.names
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
@@ -405,9 +416,13 @@ class OffloadedOptimizer(ShardedOptimizer):
     ) -> ParameterPiece:
         parameter, group = self._members[piece.name]
         local = get_local_tensor(parameter.detach())
+        whole: Tensor | None = None
         if inputs is not None:
             whole, group = inputs[piece.name]
+        if whole is not None:
             gradient = get_local_tensor(whole)
+        elif self._parameters is not None and self._is_updated_in_store(piece.name):
+            local, gradient = self._parameters.view_for_update(piece.name)
         elif self._host_update is not None:
             local = self._host_update.get_weights(piece.name)
             gradient = self._host_update.get_gradient(piece.name)
@@ -416,7 +431,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 parameter.grad = torch.zeros_like(parameter)
             gradient = get_local_tensor(parameter.grad)
         state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
-        state["step"] = self._step_counts[piece.name, piece.first_row]
+        state["step"] = self._step_counts[piece]
         first_element = None
         if piece.num_rows is not None:
             rows = slice(piece.first_row, piece.first_row + piece.num_rows)

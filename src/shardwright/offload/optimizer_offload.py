@@ -1,4 +1,4 @@
-"""Offloading of an optimizer's moments: the store that a recipe's section asks for."""
+"""Offloading that a recipe's section asks for, of the moments and of trained weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from shardwright.offload.backward_update import BackwardUpdate, HostBackwardUpda
 from shardwright.offload.disk_store import DiskStore
 from shardwright.offload.offloaded_optimizer import OffloadedOptimizer
 from shardwright.offload.parameter_offload import ParameterOffload
+from shardwright.offload.parameter_store import DiskParameterStore
+from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import StatePartition
 from shardwright.offload.store import HostStore, Store
-from shardwright.offload.update_overlap import UpdateOverlap
+from shardwright.offload.update_overlap import HostDeferredUpdate, UpdateOverlap
 from shardwright.optim.sharded_optimizer import GradientListener, ShardedModel
 from shardwright.units import format_bytes
 
@@ -90,6 +92,8 @@ def offload_optimizer(
         overlap.follow(offloaded.host_update)
         model.watch_gradients(overlap)
     elif offloaded.host_update is not None:
+        if isinstance(overlap, HostDeferredUpdate):
+            overlap.follow(offloaded.host_update)
         model.watch_gradients(offloaded.host_update)
     elif isinstance(overlap, BackwardUpdate):
         model.watch_gradients(overlap, may_free=True)
@@ -119,3 +123,46 @@ def describe_offload(optimizer: OffloadedOptimizer, device: torch.device) -> str
             "of pinned copies of weights and gradients"
         )
     return line
+
+
+def build_parameter_offload(
+    section: OffloadSection,
+    *,
+    device: torch.device,
+    default_folder: Path,
+    kind: type[ParameterOffload] = ParameterOffload,
+) -> ParameterOffload | None:
+    """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
+
+    With `host` on a GPU weights and gradients are in pinned memory, where `update_on: host` updates
+    them.
+
+    Args:
+        default_folder: folder of the scratch file if the section names none.
+        kind: `ShardOffload` if ZeRO shards the weights over ranks.
+
+    Raises:
+        OffloadFailed: the folder cannot be written.
+    """
+    if section.parameters != "disk":
+        if section.parameters == "none" or device.type == "cpu":
+            return None
+        store = PinnedParameterStore(device)
+        return kind(store, "host", device, is_updated_on_host=section.update_on == "host")
+    folder = default_folder if section.dir is None else Path(section.dir)
+    return kind(DiskParameterStore(folder, section.buffer_bytes, device), "disk", device)
+
+
+def describe_parameter_offload(offload: ParameterOffload | None) -> str:
+    """Describe in one line where the weights and gradients of a rank's blocks are."""
+    if offload is None:
+        return (
+            "offload: weights stay: the device is the CPU, so its memory is the host's and "
+            "nothing moves"
+        )
+    place = "a scratch file" if offload.tier == "disk" else "pinned host memory"
+    return (
+        f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
+        f"gradients, are in {place} of {format_bytes(offload.stored_bytes)}"
+        f"{', where the host updates them' if offload.is_updated_on_host else ''}"
+    )

@@ -10,6 +10,10 @@ for the update (docs/decisions/0102-offloaded-trained-parameters.md).
 computes: experts', whose products are not deferred. Under W it needs the other gradients, and no
 weights. Which gradients I computes is learnt. One that has not been brought is completed when it
 leaves (docs/decisions/0223-offloaded-weights-and-split-backward-passes.md).
+
+[Note: weights that do not move] If working weights stay on the device, a block needs its own
+weights only to write them: after an update. The host updates weights and gradients where they are,
+in pinned memory (docs/decisions/0265-master-weights-in-host-memory.md).
 """
 
 from __future__ import annotations
@@ -17,24 +21,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwright.config.offload import OffloadSection, OffloadTier
+from shardwright.config.offload import OffloadTier
 from shardwright.errors import OffloadFailed
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources
 from shardwright.model.decoder import Decoder
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
-from shardwright.offload.parameter_store import DiskParameterStore, ParameterStore
-from shardwright.offload.pinned_parameter_store import PinnedParameterStore
+from shardwright.offload.parameter_store import ParameterStore
 from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts, TransferReporter
 from shardwright.offload.trained_block import BlockMember, TrainedBlock, WeightMemory
 from shardwright.offload.weight_offload import read_bytes
-from shardwright.units import format_bytes
 
 FinishGradients = Callable[[Sequence[str]], None]
 """Called with the names of a block's trained weights before their gradients leave the device."""
@@ -43,11 +45,20 @@ FinishGradients = Callable[[Sequence[str]], None]
 class ParameterOffload(BlockUses):
     """Matrices of all blocks of a rank, trained or frozen, with the gradients of the trained."""
 
-    def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: ParameterStore,
+        tier: OffloadTier,
+        device: torch.device,
+        *,
+        is_updated_on_host: bool = False,
+    ) -> None:
         super().__init__()
         self.store = store
         self.tier = tier
         self.device = device
+        self.is_updated_on_host = is_updated_on_host
+        """True if the host updates the weights in the store."""
         self.num_bytes = 0
         """Bytes of the weights of this rank's blocks."""
         self.names: frozenset[str] = frozenset()
@@ -65,6 +76,11 @@ class ParameterOffload(BlockUses):
         self._gradient_factor: float | Tensor = 1.0
         self._updated_layers: set[int] = set()
         """Layers that the running update has brought."""
+        self._working_weights: WorkingWeights | None = None
+        self._copied_layer: int | None = None
+        """Layer whose weights are on their way to working weights, after an update on the host."""
+        self._pending_layers: set[int] = set()
+        """Layers that a running update on the host has not reached: their weights are old."""
 
     @property
     def stored_bytes(self) -> int:
@@ -131,6 +147,12 @@ class ParameterOffload(BlockUses):
             self.store.fill(block.weight_place + offset, pieces)
         return block
 
+    def write_copies(self, working_weights: WorkingWeights) -> None:
+        """Write working weights of blocks when their weights are on the device."""
+        self._working_weights = working_weights
+        for block in self._blocks.values():
+            working_weights.leave_out(block.parameters)
+
     # Forward and backward passes
 
     def begin_backward(
@@ -158,6 +180,14 @@ class ParameterOffload(BlockUses):
     def end_backward(self) -> None:
         """Let the gradients of the last block leave, after the backward pass."""
         self._store_gradients()
+        self._prepare_host_update()
+
+    def _prepare_host_update(self) -> None:
+        """Let training's stream wait for all transfers before an update on the host, so that the
+        host knows of their end when it has read the gradient norm."""
+        if self.is_updated_on_host and self._completed_layers:
+            for block in self._blocks.values():
+                block.release()
 
     def _fetch(self, use: Use, following: Use | None) -> None:
         """Fetch a block's weights, start to fetch the next block's, and free all others."""
@@ -167,11 +197,16 @@ class ParameterOffload(BlockUses):
             self._store_gradients()
             # `release` would wait for the gradients' writes.
             self._blocks[last[0]].free_weights()
+        if self._backward_use is None and phase in ("forward", "inference"):
+            for other_layer in self._blocks.keys() - {layer}:  # those of the pass before
+                self._blocks[other_layer].finish_gradient_writes()
         self._release_others({layer})
         self._launch(use)
         block = self._blocks[layer]
-        if phase != "weight gradients":
+        if self._needs_weights(use):
             block.finish()
+            if self._update_copies(block):
+                block.free_weights()
         block.bring_gradients(self.store, self._list_members(use))
         if phase not in ("forward", "inference"):
             self._backward_use = use
@@ -179,10 +214,27 @@ class ParameterOffload(BlockUses):
             self._launch(following)
 
     def _launch(self, use: Use) -> None:
+        if use[0] in self._pending_layers:
+            return  # its update ends before its own use
         block = self._blocks[use[0]]
-        if use[1] != "weight gradients":
+        if self._needs_weights(use):
             block.launch(self.store)
         block.launch_gradients(self.store, self._list_members(use))
+
+    def _needs_weights(self, use: Use) -> bool:
+        """Return True if a block reads its weights, and not working weights in their place."""
+        layer, phase = use
+        return phase != "weight gradients" and not (
+            self._working_weights is not None
+            and self._working_weights.are_current(self._blocks[layer].parameters)
+        )
+
+    def _update_copies(self, block: TrainedBlock) -> bool:
+        """Write a block's working weights from its weights; return True if it has all of them."""
+        if self._working_weights is None:
+            return False
+        self._working_weights.update(block.parameters)
+        return self._working_weights.are_current(block.parameters)
 
     def _list_members(self, use: Use) -> list[BlockMember]:
         """List the members of a block to whose gradients this use adds, or that it completes."""
@@ -203,6 +255,7 @@ class ParameterOffload(BlockUses):
             if block.is_changed:
                 if self._finish_weights is not None:
                     self._finish_weights([member.name for member in block.members])
+                self._update_copies(block)
                 block.store_weights(self.store)
                 block.drop_gradients()
             elif not block.is_away:
@@ -266,7 +319,7 @@ class ParameterOffload(BlockUses):
         self._release_others({layer, *following})
         if layer not in self._updated_layers:
             block = self._blocks[layer]
-            self._launch((layer, "backward"))
+            self._launch_for_update(block)
             block.finish_writes()
             block.finish()
             block.bring_gradients(self.store, block.members)
@@ -277,11 +330,63 @@ class ParameterOffload(BlockUses):
         assert self._blocks[layer].is_present, "the update has left this unit"
         self._updated_layers.add(layer)
         for layer in following:
-            self._launch((layer, "backward"))
+            self._launch_for_update(self._blocks[layer])
+
+    def _launch_for_update(self, block: TrainedBlock) -> None:
+        block.launch(self.store)
+        block.launch_gradients(self.store, block.members)
+
+    def begin_host_update(self, layers: Iterable[int]) -> None:
+        """Wait for all gradients; the host may update the weights of these units in the store
+        then."""
+        for block in self._blocks.values():
+            block.store_gradients(self.store)
+            block.release()
+        self.store.synchronise()
+        self._pending_layers.update(layers)
+
+    def view_for_update(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return views of a weight and its gradient in the store, for an update on the host."""
+        block, member = self._find(name)
+        places = (block.weight_place + member.offset, block.gradient_place + member.gradient_offset)
+        dtype = member.parameter.dtype
+        if not member.num_bytes:  # ZeRO may leave this rank no row
+            empty = torch.empty(member.shape, dtype=dtype)
+            return empty, empty
+        weight, gradient = (
+            self.store.view(place, member.num_bytes).view(dtype).view(member.shape)
+            for place in places
+        )
+        return weight, gradient
+
+    def end_host_update_of(self, layer: int) -> None:
+        """Bring the weights of a unit that the host has updated, to write its working weights,
+        while it updates the next."""
+        self._pending_layers.discard(layer)
+        if self._working_weights is None:
+            return
+        block = self._blocks[layer]
+        self._working_weights.mark_changed(block.parameters)
+        block.launch(self.store)
+        self._finish_copies()
+        self._copied_layer = layer
+
+    def _finish_copies(self) -> None:
+        """Write the working weights of the unit before, unless a pass has done it."""
+        layer, self._copied_layer = self._copied_layer, None
+        if layer is not None and self._needs_weights((layer, "forward")):
+            block = self._blocks[layer]
+            block.finish()
+            self._update_copies(block)
+            block.free_weights()
 
     def finish_update(self) -> None:
         """Start to write the last blocks and to bring the first one, for the next pass."""
         self._updated_layers.clear()
+        if self.is_updated_on_host:
+            self._pending_layers.clear()
+            self._finish_copies()
+            return
         self._release_others(())
         if self._layers:
             self._launch((self._layers[0], "forward"))
@@ -310,6 +415,7 @@ class ParameterOffload(BlockUses):
         """
         for other in self._blocks.values():
             other.release()
+        self.store.synchronise()
         block, member = self._find(name)
         if not member.num_bytes:  # ZeRO may leave this rank no row
             return torch.empty(member.shape, dtype=member.parameter.dtype)
@@ -340,44 +446,3 @@ class ParameterOffload(BlockUses):
                 block.release()
         self._blocks.clear()
         self.store.close()
-
-
-def build_parameter_offload(
-    section: OffloadSection,
-    *,
-    device: torch.device,
-    default_folder: Path,
-    kind: type[ParameterOffload] = ParameterOffload,
-) -> ParameterOffload | None:
-    """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
-
-    With `host` on a GPU weights and gradients are in pinned memory.
-
-    Args:
-        default_folder: folder of the scratch file if the section names none.
-        kind: `ShardOffload` if ZeRO shards the weights over ranks.
-
-    Raises:
-        OffloadFailed: the folder cannot be written.
-    """
-    if section.parameters != "disk":
-        if section.parameters == "none" or device.type == "cpu":
-            return None
-        return kind(PinnedParameterStore(device), "host", device)
-    folder = default_folder if section.dir is None else Path(section.dir)
-    store = DiskParameterStore(folder, section.buffer_bytes, device)
-    return kind(store, "disk", device)
-
-
-def describe_parameter_offload(offload: ParameterOffload | None) -> str:
-    """Describe in one line where the weights and gradients of a rank's blocks are."""
-    if offload is None:
-        return (
-            "offload: weights stay: the device is the CPU, so its memory is the host's and "
-            "nothing moves"
-        )
-    place = "a scratch file" if offload.tier == "disk" else "pinned host memory"
-    return (
-        f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
-        f"gradients, are in {place} of {format_bytes(offload.stored_bytes)}"
-    )

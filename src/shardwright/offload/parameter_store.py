@@ -60,8 +60,12 @@ class ParameterStore(Protocol):
         """Start to write `source`, contiguous; it may change after the wait."""
         ...
 
+    def synchronise(self) -> None:
+        """Make the host wait for all transfers."""
+        ...
+
     def view(self, position: int, num_bytes: int) -> Tensor:
-        """Return bytes of the store, valid until the next transfer."""
+        """Return bytes of the store, valid until their next transfer; earlier ones have ended."""
         ...
 
     def close(self) -> None:
@@ -146,14 +150,18 @@ class DiskParameterStore(ScratchTransfers):
         self._writes.append((position, position + data.numel(), job))
         return lambda: self._wait(job)
 
-    def view(self, position: int, num_bytes: int) -> Tensor:
-        """Return bytes of a mapping of the file, valid until the next transfer.
-
-        Reading them saves, and writing into them loads, without a copy in memory.
-        """
+    def synchronise(self) -> None:
+        """Wait for all writes; a read has a wait of its own."""
         for _, _, job in self._writes:
             job.result()
         self._writes.clear()
+
+    def view(self, position: int, num_bytes: int) -> Tensor:
+        """Return bytes of a mapping of the file, valid until the next transfer.
+
+        Reading them saves, and writing into them loads, without a copy in memory. Writes must have
+        ended (`synchronise`).
+        """
         if self._map is None:
             self._map = mmap.mmap(self._descriptor, self.num_bytes)
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=position, count=num_bytes)

@@ -101,20 +101,23 @@ class PinnedParameterStore:
         self._counts.written_bytes += data.numel()
         return partial(self._clock.wait, copied, data)
 
-    def view(self, position: int, num_bytes: int) -> Tensor:
-        """Return the memory of bytes, for reading and writing, valid until the next transfer.
+    def synchronise(self) -> None:
+        """Make the host wait for all copies."""
+        for stream in (self._stream_in, self._stream_out):
+            if not stream.query():
+                stream.synchronize()
 
-        The host waits for all copies.
+    def view(self, position: int, num_bytes: int) -> Tensor:
+        """Return the memory of bytes, for reading and writing, valid until their next transfer.
+
+        Copies of them must have ended (`synchronise`).
         """
-        self._stream_in.synchronize()
-        self._stream_out.synchronize()
         _, found = self._find(position, num_bytes)
         return found
 
     def close(self) -> None:
         """Wait for all copies and free the memory."""
-        self._stream_in.synchronize()
-        self._stream_out.synchronize()
+        self.synchronise()
         self._places.clear()
 
     def _find(self, position: int, num_bytes: int) -> tuple[_Place, Tensor]:

@@ -34,8 +34,15 @@ from shardwright.offload.weight_offload import read_bytes
 class ShardOffload(ParameterOffload):
     """This rank's shards of the matrices of blocks, by unit, with their gradients."""
 
-    def __init__(self, store: ParameterStore, tier: OffloadTier, device: torch.device) -> None:
-        super().__init__(store, tier, device)
+    def __init__(
+        self,
+        store: ParameterStore,
+        tier: OffloadTier,
+        device: torch.device,
+        *,
+        is_updated_on_host: bool = False,
+    ) -> None:
+        super().__init__(store, tier, device, is_updated_on_host=is_updated_on_host)
         self._is_backward = False
         self._last_stored: int | None = None
         """Unit whose gradients have left last; their writes are waited for one unit later."""
@@ -144,8 +151,10 @@ class ShardOffload(ParameterOffload):
         if self._expected is not None:  # no reduction has followed
             self._blocks[self._expected].drop_gradients()
             self._expected = None
-        for unit in self._blocks.keys() - {self._last_stored}:
+        last = None if self.is_updated_on_host and self._completed_layers else self._last_stored
+        for unit in self._blocks.keys() - {last}:
             self._finish_gradient_writes(unit)
+        self._prepare_host_update()
         self._is_backward = False
 
     def _fetch(self, use: Use, following: Use | None) -> None:
@@ -159,7 +168,7 @@ class ShardOffload(ParameterOffload):
                 self._finish_gradient_writes(other)
         self._blocks[unit].launch(self.store)
         self._blocks[unit].finish()
-        if next_unit is not None:
+        if next_unit is not None and next_unit not in self._pending_layers:
             self._blocks[next_unit].launch(self.store)
 
     def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:

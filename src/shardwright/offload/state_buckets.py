@@ -11,11 +11,12 @@ update of the whole, and the bits are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from shardwright.optim.sharded_optimizer import StateSpec, count_elements
 
@@ -166,6 +167,36 @@ class StatePartition:
                 resident[index] = bucket.num_bytes
                 resident_bytes -= bucket.num_bytes
         return resident
+
+
+class StepCounts:
+    """One step count per piece: optimizers increase the count of each piece that they update."""
+
+    def __init__(self, partition: StatePartition, counts: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            counts: of each parameter; its first piece has this one, the others have copies.
+        """
+        self._counts = {
+            (piece.name, piece.first_row): counts[piece.name]
+            if piece.first_row == 0
+            else counts[piece.name].clone()
+            for bucket in partition.buckets
+            for piece in bucket.pieces
+        }
+
+    def __getitem__(self, piece: BucketPiece) -> Tensor:
+        return self._counts[piece.name, piece.first_row]
+
+    def copy_first(self) -> None:
+        """Give each further piece of a parameter the step count of the first."""
+        copies = {
+            count: self._counts[name, 0]
+            for (name, first_row), count in self._counts.items()
+            if first_row
+        }
+        if copies:
+            torch._foreach_copy_(list(copies), list(copies.values()))
 
 
 def partition_state(

@@ -64,6 +64,11 @@ class TrainedBlock:
     """True if the update has changed the weights on the device."""
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of all members."""
+        return [member.parameter for member in self.members]
+
+    @property
     def is_away(self) -> bool:
         """True if nothing is on the device or on its way there."""
         gradients = self.brought_gradients or self.arriving_gradients

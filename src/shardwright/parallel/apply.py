@@ -197,10 +197,10 @@ def apply_layout(
         }
         with storage or nullcontext():  # a block's memory is on the device until it is stored
             offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
+    trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
-            decoder.working_weights = _copy_weights(decoder, plan, compile_blocks)
-    trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
+            decoder.working_weights = _copy_weights(decoder, plan, compile_blocks, trained_offload)
     excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
     replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
     module: nn.Module = decoder
@@ -270,12 +270,17 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     decoder.compile_blocks(**options)
 
 
-def _copy_weights(decoder: Decoder, plan: Plan, is_compiled: bool) -> WorkingWeights:
+def _copy_weights(
+    decoder: Decoder, plan: Plan, is_compiled: bool, offload: TrainedWeightStore | None
+) -> WorkingWeights:
     section = plan.precision.low_precision
     options = {} if section is None else list_compiler_options(section.recipe)
     # One graph for each shape of a matrix.
     fill = compile_function(fill_operands, max_graphs=64, options=options) if is_compiled else None
-    return WorkingWeights(decoder, resolve_dtypes(plan.precision).compute, fill)
+    working_weights = WorkingWeights(decoder, resolve_dtypes(plan.precision).compute, fill)
+    if offload is not None:
+        offload.write_copies(working_weights)
+    return working_weights
 
 
 def _exclude_from_ddp(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.layout import ZERO_AXES, Layout, ParameterLayout, select_used_axes
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, ShardGroup
 from shardwright.model.decoder import Decoder
+from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.direct_collectives import all_gather_single
 from shardwright.parallel.mesh import Mesh
@@ -36,6 +37,10 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
     @property
     def names(self) -> frozenset[str]:
         """Names of all weights in the store; those of `model.freeze` included."""
+        ...
+
+    def write_copies(self, working_weights: WorkingWeights) -> None:
+        """Write working weights of blocks when their weights are on the device."""
         ...
 
     def begin_backward(

@@ -228,7 +228,7 @@ class ParallelModel:
         return not (is_late or self._pending_reductions or self._gradient_hooks)
 
     def watch_gradients(self, listener: GradientListener, *, may_free: bool = False) -> None:
-        """Report each trained parameter's gradient of a step once it is complete.
+        """Report the gradient of each parameter that is trained on the device once it is complete.
 
         That is in the step's last backward pass, on the stream that has computed or reduced it, or
         in `finish_gradients` if reductions of this model, DDP's or a pipeline's passes may follow.
@@ -236,10 +236,11 @@ class ParallelModel:
         """
         assert self._gradient_watch is None
         sum_squares = self._finish_gradients_of if may_free else None
-        self._gradient_watch = GradientWatch(self._parameters, listener, sum_squares)
+        watched = {n: p for n, p in self._parameters.items() if n not in self.offloaded_names}
+        self._gradient_watch = GradientWatch(watched, listener, sum_squares)
         if self.pipeline is None and not isinstance(self.module, DistributedDataParallel):
             late_names = {pending.name for pending in self._pending_reductions}
-            self._gradient_watch.watch_last_backward(self._parameters.keys() - late_names)
+            self._gradient_watch.watch_last_backward(watched.keys() - late_names)
 
     def _finish_gradients_of(self, names: Sequence[str]) -> None:
         """Reduce offloaded gradients and sum squares, before gradients leave or are freed."""

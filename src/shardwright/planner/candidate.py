@@ -180,16 +180,11 @@ class Candidate:
 
     @property
     def _can_offload_weights(self) -> bool:
-        """True if `train` can offload the blocks' weights; trained ones as
-        `training.checks.trained_offload_checks` says."""
-        if self.reference == "frozen":
-            return False
-        return self.adapter is not None or (
-            self.offload != "none"
-            and not self.is_updated_on_host
-            and self.optimizer != "sgd"
-            and self.working_weights is not True
-        )
+        """True if `train` can offload weights: trained ones by `trained_offload_checks`."""
+        if self.reference == "frozen" or self.adapter is not None:
+            return self.reference != "frozen"
+        is_late = self.is_updated_on_host and (self.parameter_offload == "disk" or self.keeps_zeros)
+        return self.offload != "none" and self.optimizer != "sgd" and not is_late
 
     @property
     def quantised_shares(self) -> ScaledShares | None:
@@ -198,8 +193,7 @@ class Candidate:
 
     @property
     def has_resident_sums(self) -> bool:
-        """True if FSDP2 adds up offloaded shards' gradients on the device until it sums them over
-        replicas."""
+        """True if FSDP2 adds up offloaded shards' gradients until it sums them over replicas."""
         is_accumulated = self.gradient_accumulation_steps > 1
         return self.has_offloaded_shards and is_accumulated and self.layout.dp_replicate > 1
 
@@ -224,7 +218,7 @@ class Candidate:
         return (
             self.engine.overlaps_offloaded_update
             and self.optimizer_tier != "none"
-            and (self.parameter_offload == "none" or self.adapter is not None)
+            and (self.is_updated_on_host or not self.offloads_trained_weights)
             and not self.keeps_zeros
             and OPTIMIZER_COSTS[self.optimizer].can_update_on_host
             and not (has_weight_maxima and self.layout.tp > 1)
@@ -364,9 +358,20 @@ class Candidate:
         return self.is_sharded and (self.layout.zero_stage == 3 or self.has_offloaded_shards)
 
     @property
+    def offloads_trained_weights(self) -> bool:
+        """True if the blocks' matrices are trained and leave the device between their uses."""
+        return self.parameter_offload != "none" and self.adapter is None
+
+    @property
+    def moves_weights(self) -> bool:
+        """True if passes bring offloaded weights to the device, and read no working weights."""
+        has_copies = self.offloads_trained_weights and self.has_working_weights
+        return self.parameter_offload != "none" and not has_copies
+
+    @property
     def has_offloaded_shards(self) -> bool:
         """True if the blocks' trained weights are offloaded as the shards that ZeRO makes."""
-        return self.parameter_offload != "none" and self.adapter is None and self.is_sharded
+        return self.offloads_trained_weights and self.is_sharded
 
     @property
     def has_working_weights(self) -> bool:
@@ -379,6 +384,7 @@ class Candidate:
                 has_recompute=self.recompute != "none",
                 gradient_accumulation_steps=self.gradient_accumulation_steps,
                 has_adapters=self.adapter is not None,
+                is_offloaded=self.offloads_trained_weights,
             )
         )
 

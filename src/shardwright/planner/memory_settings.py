@@ -182,15 +182,11 @@ def _choose_working_weights(
     facts: ModelFacts | None, candidate: Candidate, free_bytes: float
 ) -> tuple[Candidate, str | None]:
     """Make working weights if `auto` makes none yet, they save casts and fit."""
-    if (
-        candidate.working_weights != "auto"
-        or candidate.has_working_weights
-        or (candidate.parameter_offload != "none" and candidate.adapter is None)
-        or facts is None
-    ):
+    if candidate.working_weights != "auto" or candidate.has_working_weights or facts is None:
         return candidate, None
     copied = replace(candidate, working_weights=True)
-    if not copied.has_working_weights or not saves_casts(candidate, "gpu"):
+    is_faster = candidate.offloads_trained_weights or saves_casts(candidate, "gpu")
+    if not copied.has_working_weights or not is_faster:
         return candidate, None
     needed = _predict_memory(facts, copied).total
     has_memory = needed <= USED_SHARE * free_bytes

@@ -75,8 +75,9 @@ def compute_ring_bytes(candidate: Candidate, layer_bytes: float) -> float:
 def compute_host_update_seconds(
     candidate: Candidate,
     num_elements: float,
+    num_offloaded: float,
     moved_bytes: float,
-    backward_seconds: float,
+    pass_seconds: tuple[float, float],
     profile: MeasuredProfile | None,
     *,
     first_share: float,
@@ -85,35 +86,46 @@ def compute_host_update_seconds(
     """Compute the seconds by which an update on the host extends a step, without the norm.
 
     Gradients and weights leave during the last backward pass if they are complete then. Weights
-    return, and moments on disk are transferred, during the update. If nothing needs the norm first
-    (`is_updated_in_backward`), the update runs during the backward pass too.
+    return, and moments on disk are transferred, during the update. It runs during the next forward
+    pass, or, if nothing needs the norm first (`is_updated_in_backward`), during the last backward
+    pass. Offloaded weights and
+    gradients are updated where they are; if working weights stay on the device, these return.
 
     Args:
+        num_offloaded: Those of the `num_elements` whose weights are offloaded.
         moved_bytes: Bytes of host memory that the update reads and writes.
-        backward_seconds: Time of the last backward pass.
+        pass_seconds: Time of a micro-batch's forward pass, and of the last backward pass.
         first_share: Share of the update that the first of `num_layers` waits for.
     """
     link = get_transfer_rate("host", profile)
-    weight_bytes = num_elements * candidate.master_bytes
+    forward_seconds, backward_seconds = pass_seconds
+    resident_bytes = (num_elements - num_offloaded) * candidate.master_bytes
+    returning_bytes = resident_bytes
+    if not candidate.moves_weights:
+        returning_bytes += num_offloaded * candidate.master_bytes
     layout = candidate.layout
     is_early = layout.pp == 1 and (
         layout.zero_stage >= 1 or layout.dp_replicate * layout.dp_shard * layout.cp == 1
     )
-    seconds = [moved_bytes / get_host_memory_rate(profile), weight_bytes / link]
+    seconds = [moved_bytes / get_host_memory_rate(profile), returning_bytes / link]
     if candidate.optimizer_tier == "disk":
         state_bytes = candidate.engine.get_optimizer_bytes(
             candidate.optimizer, candidate.master_bytes
         )
         moving_bytes = count_moving_moments(candidate, num_elements * state_bytes)
         seconds.append(moving_bytes / get_transfer_rate("disk", profile))
-    leaving_seconds = 2 * weight_bytes / link
+    leaving_seconds = 2 * resident_bytes / link
+    hidden_share = (num_layers - 1) / num_layers
     if is_updated_in_backward(candidate):
         return compute_exposed_update_seconds(
-            max(*seconds, leaving_seconds),
-            first_share,
-            backward_seconds * (num_layers - 1) / num_layers,
+            max(*seconds, leaving_seconds), first_share, backward_seconds * hidden_share
         )
-    return max(seconds) + max(0.0, leaving_seconds - is_early * backward_seconds)
+    exposed_seconds = max(seconds)
+    if candidate.overlaps_update:
+        exposed_seconds = compute_exposed_update_seconds(
+            exposed_seconds, first_share, forward_seconds * hidden_share
+        )
+    return exposed_seconds + max(0.0, leaving_seconds - is_early * backward_seconds)
 
 
 def is_updated_in_backward(candidate: Candidate) -> bool:
@@ -124,7 +136,7 @@ def is_updated_in_backward(candidate: Candidate) -> bool:
         layout.zero_stage == 0 and layout.data_ranks * layout.cp > 1
     )
     waits = candidate.needs_gradient_norm or reduces_late or layout.expert_dispatch == "padded"
-    return candidate.overlaps_update and not waits
+    return candidate.overlaps_update and not waits and not candidate.offloads_trained_weights
 
 
 def compute_exposed_update_seconds(

@@ -153,7 +153,7 @@ def build_template(
         adapter=adapter,
         should_reduce_in_bf16=recipe.precision.reduce_dtype == "bf16",
         has_bf16_masters=recipe.precision.master_weights == "bf16",
-        working_weights=recipe.working_weights,
+        working_weights=recipe.precision.working_weights,
         compile=recipe.model.compile is True,
         has_fused_functions=recipe.model.fused_pointwise == "compiled",
         compile_functions=recipe.model.compile_functions,

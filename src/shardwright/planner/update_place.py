@@ -19,6 +19,9 @@ from shardwright.units import format_bytes
 _HOST_UPDATE_BYTES = 20.0
 """Bytes of host memory that clip and update read and write per parameter, besides its state."""
 
+_OFFLOADED_BYTES = 8.0
+"""Bytes of an offloaded weight and its gradient."""
+
 
 @dataclass(frozen=True)
 class UpdateChoice:
@@ -41,8 +44,10 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
         return UpdateChoice("device", "no states are offloaded")
     if section.update_on != "auto":
         return UpdateChoice(section.update_on, "the recipe says so")
-    if recipe.has_offloaded_trained_weights:
-        return UpdateChoice("device", "weights return to the device for their update")
+    if recipe.has_offloaded_trained_weights and section.parameters == "disk":
+        return UpdateChoice("device", "weights on disk return to the device for their update")
+    if recipe.has_offloaded_trained_weights and recipe.model.keep_zeros:
+        return UpdateChoice("device", "zeros of matrices are restored on the device")
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
     if not costs.can_update_on_host:
         return UpdateChoice("device", f"{recipe.optimizer.name} needs whole matrices of all ranks")
@@ -52,11 +57,21 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
             "device", "cluster.profile names no measured rates of host memory and link"
         )
     tiers = load_profile(cluster.profile).tiers
-    return _compare_rates(section.optimizer, costs.state_bytes, tiers, cluster.profile)
+    return _compare_rates(
+        section.optimizer,
+        costs.state_bytes,
+        tiers,
+        cluster.profile,
+        has_offloaded_weights=recipe.has_offloaded_trained_weights,
+    )
 
 
 def find_overlap_obstacle(
-    recipe: Recipe, shape: ModelShape, *, has_weight_maxima: bool = False
+    recipe: Recipe,
+    shape: ModelShape,
+    *,
+    has_weight_maxima: bool = False,
+    has_host_update: bool = False,
 ) -> str | None:
     """Return why no pass can run during the update of offloaded states.
 
@@ -65,10 +80,14 @@ def find_overlap_obstacle(
 
     Args:
         has_weight_maxima: True if a step begins with maxima of all weights.
+        has_host_update: True if the host updates what is on a GPU, offloaded weights where they
+            are.
     """
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
     obstacles = {
-        "weights return to their tier after it": recipe.has_offloaded_trained_weights,
+        "weights return to their tier after it": (
+            recipe.has_offloaded_trained_weights and not has_host_update
+        ),
         f"{recipe.optimizer.name} needs whole matrices of all ranks": not costs.can_update_on_host,
         "zeros of matrices are restored after it": recipe.model.keep_zeros,
         "a class of transformers reads its weights": isinstance(shape, HFShape),
@@ -108,17 +127,24 @@ def find_backward_obstacle(
         ),
         "it runs on a GPU": is_on_gpu,
         "gradients are reduced after the backward pass": reduces_late,
+        "gradients of offloaded weights leave first": recipe.has_offloaded_trained_weights,
         "a step may be repeated with exact exchanges": has_padded_exchange,
     }
     return next((reason for reason, is_present in obstacles.items() if is_present), None)
 
 
 def _compare_rates(
-    tier: OffloadTier, state_bytes: float, tiers: TierRates, profile: str
+    tier: OffloadTier,
+    state_bytes: float,
+    tiers: TierRates,
+    profile: str,
+    *,
+    has_offloaded_weights: bool,
 ) -> UpdateChoice:
     """Compare the seconds per parameter of both places.
 
     Copies of gradients and weights to the host run during the backward pass and count nothing.
+    Offloaded ones are on the host; for an update on the device they arrive with the moments.
     """
     link = tiers.host_link_bytes_per_second
     memory = tiers.host_memory_bytes_per_second
@@ -128,7 +154,8 @@ def _compare_rates(
             "device", f"{profile} has no rates of host memory, link and disk; measure them again"
         )
     disk_seconds = state_bytes / disk if tier == "disk" and disk is not None else 0.0
-    device_seconds = max(state_bytes / link, disk_seconds)
+    arriving_bytes = state_bytes + (_OFFLOADED_BYTES if has_offloaded_weights else 0.0)
+    device_seconds = max(arriving_bytes / link, disk_seconds)
     host_seconds = max((_HOST_UPDATE_BYTES + 2 * state_bytes) / memory, 4.0 / link, disk_seconds)
     place: Literal["device", "host"] = "host" if host_seconds < device_seconds else "device"
     return UpdateChoice(

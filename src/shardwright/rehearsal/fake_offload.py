@@ -27,6 +27,7 @@ from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
 from shardwright.offload.weight_store import WeightRange
 from shardwright.parallel import ParallelModel
+from shardwright.planner.update_place import choose_update_place
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
 
 
@@ -82,10 +83,11 @@ class _CountingWeightStore:
 class _CountingParameterStore:
     """Store of trained weights and gradients that keeps only their sizes."""
 
-    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+    def __init__(self, device: torch.device, staging_bytes: int, live: LiveMemoryTracker) -> None:
         self.counts = TransferCounts()
         self.num_bytes = 0
         self._device = device
+        self._live = live
         self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
 
     def add(self, num_bytes: int) -> int:
@@ -111,16 +113,20 @@ class _CountingParameterStore:
         self.counts.written_bytes += source.nbytes
         return lambda _source=source: _return_at_once()  # type: ignore[misc]
 
+    def synchronise(self) -> None:
+        """Wait for copies that take no time."""
+
     def view(self, position: int, num_bytes: int) -> Tensor:
-        """Values are never read by name."""
-        raise AssertionError("a rehearsal saves no checkpoint")
+        """Return bytes for an update in the store; they are not the device's memory."""
+        with self._live.exclude_new_tensors():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
         """Nothing has to be freed."""
 
 
 def build_fake_weight_offload(
-    recipe: Recipe, device: torch.device, *, is_sharded: bool
+    recipe: Recipe, device: torch.device, live: LiveMemoryTracker, *, is_sharded: bool
 ) -> WeightOffload | ParameterOffload | None:
     """Build the offloading of blocks' weights without a store; None if nothing moves.
 
@@ -135,9 +141,15 @@ def build_fake_weight_offload(
     is_on_cpu = recipe.run.device == "cpu" and section.parameters == "disk"
     staging_bytes = compute_staging_buffer_bytes(section.buffer_bytes) if is_on_cpu else 0
     if recipe.adapters is None:
-        store = _CountingParameterStore(device, 2 * staging_bytes)
+        store = _CountingParameterStore(device, 2 * staging_bytes, live)
         kind = ShardOffload if is_sharded else ParameterOffload
-        return kind(store, section.parameters, device)
+        return kind(
+            store,
+            section.parameters,
+            device,
+            is_updated_on_host=section.parameters == "host"
+            and choose_update_place(recipe).place == "host",
+        )
     return WeightOffload(_CountingWeightStore(device, staging_bytes), section.parameters, device)
 
 

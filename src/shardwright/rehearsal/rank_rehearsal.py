@@ -145,7 +145,7 @@ def _rehearse_step(
         weight_storage = FakeStorage(fake, live)
         with weight_storage:
             weight_offload = build_fake_weight_offload(
-                recipe, device, is_sharded=plan.layout.is_sharded
+                recipe, device, live, is_sharded=plan.layout.is_sharded
             )
         model = _build_model(recipe, plan, device, weight_storage, offload=weight_offload)
         reference = None

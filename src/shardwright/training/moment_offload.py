@@ -11,6 +11,7 @@ from shardwright.offload import (
     BackwardUpdate,
     DeferredUpdate,
     HostBackwardUpdate,
+    HostDeferredUpdate,
     OffloadedOptimizer,
     ParameterOffload,
     StreamedUpdate,
@@ -76,7 +77,10 @@ def _choose_overlap(
     recipe = validated_run.recipe
     is_cuda = model.device.type == "cuda"
     obstacle = find_overlap_obstacle(
-        recipe, validated_run.shape, has_weight_maxima=model.weight_maxima is not None
+        recipe,
+        validated_run.shape,
+        has_weight_maxima=model.weight_maxima is not None,
+        has_host_update=has_host_update,
     )
     late = find_backward_obstacle(
         recipe,
@@ -84,12 +88,7 @@ def _choose_overlap(
         reduces_late=not model.completes_gradients_early,
         has_padded_exchange=find_padded_exchange(model.decoder) is not None,
     )
-    if has_host_update:
-        obstacle = obstacle or late
-        if obstacle is not None:
-            logger.info("offload: the update begins after the gradient norm, because %s", obstacle)
-            return None
-    elif obstacle is not None:
+    if obstacle is not None:
         logger.info("offload: the next forward pass waits for the update, because %s", obstacle)
         return None
     if late is None:
@@ -101,21 +100,30 @@ def _choose_overlap(
     logger.info("offload: the next forward pass begins during the update")
     if recipe.training.max_grad_norm is None:
         logger.info("offload: the update does not run in the backward pass, because %s", late)
-    return overlap_update(model, is_deferred=recipe.offload.optimizer == "disk")
+    return overlap_update(
+        model,
+        is_deferred=recipe.offload.optimizer == "disk",
+        has_host_update=has_host_update,
+    )
 
 
-def overlap_update(model: ParallelModel, *, is_deferred: bool) -> UpdateOverlap:
+def overlap_update(
+    model: ParallelModel, *, is_deferred: bool, has_host_update: bool = False
+) -> UpdateOverlap:
     """Let each module, and each gather, wait for the update of its own weights only.
 
     Args:
         is_deferred: True if the host waits for the transfers of the update.
+        has_host_update: True if the host updates what is on a GPU.
     """
     units = list_update_units(model)
     working_weights = model.decoder.working_weights
-    overlap = (
-        DeferredUpdate(units, working_weights)
-        if is_deferred
-        else StreamedUpdate(units, working_weights, model.device)
-    )
+    overlap: UpdateOverlap
+    if has_host_update:
+        overlap = HostDeferredUpdate(units, working_weights, model.device)
+    elif is_deferred:
+        overlap = DeferredUpdate(units, working_weights)
+    else:
+        overlap = StreamedUpdate(units, working_weights, model.device)
     wait_before_gathers(model, overlap.wait_on)
     return overlap

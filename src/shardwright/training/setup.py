@@ -240,7 +240,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = validated_run.recipe
     weight_offload = offload_weights(
-        recipe.offload,
+        recipe.offload.model_copy(update={"update_on": choose_update_place(recipe).place}),
         validated_run.plan,
         device,
         RunFolder.from_recipe(recipe).path,

@@ -436,7 +436,7 @@ def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _scale_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Multiply the gradients of the update by a factor, where the update reads them or in it."""
     if isinstance(optimizer, OffloadedOptimizer) and optimizer.host_update is not None:
-        optimizer.host_update.scale_gradients(factor)
+        optimizer.host_update.scale_gradients(factor)  # of offloaded weights too
         return
     if isinstance(optimizer, UpdateByPiece) and optimizer.applies_factor:
         optimizer.gradient_factor = factor

@@ -43,6 +43,8 @@ OVERLAPPED = "overlapped"
 """Updated on the device during the next forward pass."""
 IN_BACKWARD = {"host in the backward pass": "host", "disk in the backward pass": "disk"}
 """Updated on the host in the backward pass; tier of the moments."""
+BEFORE_MODULES = {"host before modules": "host", "disk before modules": "disk"}
+"""Updated on the host in the next forward pass; tier of the moments."""
 RULES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "adamw_8bit": {"name": "adamw_8bit", "block_size": 32},
@@ -112,7 +114,9 @@ def _train_on(
         is_overlapped = tier == OVERLAPPED
         section = OffloadSection.model_validate(
             {
-                "optimizer": "host" if is_overlapped else IN_BACKWARD.get(tier, tier),
+                "optimizer": "host"
+                if is_overlapped
+                else (IN_BACKWARD | BEFORE_MODULES).get(tier, tier),
                 "buffer_bytes": 16384,
                 "update_on": "device" if is_overlapped else "host",
             }
@@ -122,6 +126,8 @@ def _train_on(
             overlap = overlap_update(model, is_deferred=False)
         elif tier in IN_BACKWARD:
             overlap = HostBackwardUpdate(list_update_units(model), cuda)
+        elif tier in BEFORE_MODULES:
+            overlap = overlap_update(model, is_deferred=False, has_host_update=True)
         optimizer = offload_optimizer(
             optimizer,
             section,
@@ -153,6 +159,11 @@ def _train_on(
         assert update.is_skipped == (step == skipped_step)
         of_thread = sum(log[key] for key in log if key[1].endswith("_update_after"))
         outcome.waits.append(sum(log.values()) - before_update - of_thread)
+        if tier in BEFORE_MODULES:
+            assert overlap is not None
+            assert overlap.is_pending != update.is_skipped
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.wait_for_update()
     named = dict(model.named_parameters())
     tensors = named | collect_optimizer_tensors(optimizer, named.items())
     outcome.tensors = {
@@ -185,7 +196,7 @@ def test_the_bits_are_those_of_the_resident_run_and_the_host_waits_once(
     monkeypatch.setattr(torch.cuda.Event, "query", lambda event: True)
     case = Case(Layout(), sections={"optimizer": RULES[rule]})
     expected = train(case, tmp_path, "none")
-    for tier in ("host", "disk"):
+    for tier in ("host", "disk", *BEFORE_MODULES):
         got = train(case, tmp_path, tier)
         assert find_differences(expected, got) == []
         assert got.num_buckets > 20
@@ -265,6 +276,27 @@ def test_a_failing_disk_ends_a_step_with_an_update_in_the_backward_pass(
     device.list_violations()
 
 
+@pytest.mark.parametrize("name", ["zero0", "zero3"])
+def test_passes_before_the_copies_of_their_weights_are_detected(
+    device_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    found = device_ranks.run(2, train_without_order, LAYOUTS[name][0], tmp_path)
+    assert all("missing event" in error for error in found), found
+
+
+def train_without_order(case: Case, folder: Path) -> str:
+    """Train with modules and gathers that do not wait for their weights; return the error."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostUpdate, "order_after_copies", lambda *_: None)
+            train(case, folder, "host before modules")
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    finally:
+        device.list_violations()  # those of the interrupted run
+    return ""
+
+
 def test_gradients_without_clipping_have_the_bits_of_the_resident_run(tmp_path: Path) -> None:
     case = Case(Layout())
     expected = train(case, tmp_path, "none", max_grad_norm=None)
@@ -293,8 +325,9 @@ def compare_on_rank(case: Case, folder: Path) -> tuple[list[str], int]:
     """Compare this rank's runs; return what differs, and the gradients that left early."""
     expected = train(case, folder, "none")
     got = train(case, folder, "host")
-    overlapped = train(case, folder, OVERLAPPED)
-    differences = find_differences(expected, got) + find_differences(expected, overlapped)
+    differences = find_differences(expected, got)
+    for tier in (OVERLAPPED, "host before modules"):
+        differences += find_differences(expected, train(case, folder, tier))
     return differences, got.num_early
 
 
@@ -425,8 +458,7 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run_and_resumes_them(
     line = (
         "offload: the update runs in the backward pass"
         if is_in_backward
-        else "offload: the update begins after the gradient norm, because training.max_grad_norm "
-        "clips gradients"
+        else "offload: the next forward pass begins during the update"
     )
     assert line in caplog.messages
     run_training(build("run", "host", 4), resume=True)

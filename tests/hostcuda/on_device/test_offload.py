@@ -132,7 +132,7 @@ def train(folder: Path, rule: str, tier: str, *, kind: str = "fp32") -> Outcome:
     outcome.peak_bytes = torch.cuda.max_memory_allocated()
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.wait_for_update()
-        outcome.peak_bytes -= 4 * len(optimizer._step_counts)
+        outcome.peak_bytes -= 4 * sum(len(bucket.pieces) for bucket in optimizer._partition.buckets)
     outcome.tensors = {key: tensor.detach().cpu() for key, tensor in named.items()}
     for key, tensor in collect_optimizer_tensors(optimizer, named.items()).items():
         outcome.tensors[key] = tensor.cpu().clone()

@@ -67,8 +67,7 @@ def record(length: int, patch: pytest.MonkeyPatch) -> Trace:
         }
     )
     batch = BatchPlan(length, ROWS, 1, 1)
-    precision = recipe.precision.model_copy(update={"working_weights": recipe.working_weights})
-    plan = build_plan(read_recipe_shape(recipe), Layout(), batch, precision, "none")
+    plan = build_plan(read_recipe_shape(recipe), Layout(), batch, recipe.precision, "none")
     rank_rehearsal.rehearse_rank(recipe, plan, 0, "cpu")
     gc.collect()
     (tracker,) = trackers

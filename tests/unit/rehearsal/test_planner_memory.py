@@ -637,9 +637,14 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         shape,
         case.layout,
         BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
-        recipe.precision.model_copy(update={"working_weights": recipe.working_weights}),
+        recipe.precision,
     )
-    plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
+    plan = replace(
+        plan,
+        recompute=case.recompute,
+        recompute_choice=case.build_choice(),
+        offloads_trained_weights=recipe.has_offloaded_trained_weights,
+    )
     if case.sections in (FUSED, WHOLE_LOGITS):
         plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
     report = rehearse_rank(recipe, plan, case.rank)

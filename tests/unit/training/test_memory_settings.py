@@ -176,6 +176,14 @@ def test_a_new_plan_searches_with_the_settings_of_the_recipe(
     assert arguments[1] == prediction.candidate
 
 
+OFFLOADED = {
+    "offload": {"optimizer": "disk", "parameters": "disk"},
+    "model": {"compile_functions": False},
+    "training": {"global_batch_size": 2},
+}
+"""Weights would move in the passes; `auto` makes no copies of them by itself."""
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
@@ -187,6 +195,9 @@ def test_a_new_plan_searches_with_the_settings_of_the_recipe(
         ({"precision": {"kind": "bf16", "working_weights": False}}, False),
         ({"precision": {"kind": "fp32"}}, False),
         ({"layout": {"zero_stage": 0, "dp_shard": 1}, "recompute": "full"}, True),
+        (OFFLOADED, True),
+        (OFFLOADED | {"layout": {"zero_stage": 3, "dp_shard": 1}}, True),
+        (OFFLOADED | {"precision": {"kind": "bf16", "working_weights": False}}, False),
     ],
     ids=str,
 )

@@ -146,6 +146,7 @@ class WorkingWeights:
         self._fill = fill or fill_operands
         self._copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {}
         self._copies_of_block: dict[nn.Module, list[WorkingWeight | _QuantisedWeight]] = {}
+        self._offloaded: set[Tensor] = set()
         for module, name in slots:
             parameter = module.get_parameter(name)
             if not parameter.is_floating_point() or parameter.dtype == dtype:
@@ -178,6 +179,15 @@ class WorkingWeights:
         copy = self._copies.get(parameter)
         return copy if isinstance(copy, WorkingWeight) else None
 
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Leave copies of these parameters to `update`: they are not always on the device."""
+        self._offloaded.update(parameters)
+        self._copies_of_block.clear()
+
+    def are_current(self, parameters: Iterable[Tensor]) -> bool:
+        """Return True if each of these parameters has a copy, or codes, with its values."""
+        return all(each in self._copies and self._copies[each].is_current for each in parameters)
+
     def mark_changed(self, parameters: Iterable[Tensor] | None = None) -> None:
         """State that the parameters (default: all) may have changed."""
         for copy in self._select(parameters):
@@ -198,7 +208,7 @@ class WorkingWeights:
     @torch.no_grad()
     def cast(self) -> None:
         """Cast the parameters that have changed, in one call, without quantised ones."""
-        _cast(self._copies.values())
+        _cast(self._select_resident(self._copies))
 
     @torch.no_grad()
     def quantise(self, block: nn.Module) -> None:
@@ -208,7 +218,7 @@ class WorkingWeights:
         blocks, the device computes other blocks meanwhile.
         """
         if block not in self._copies_of_block:
-            self._copies_of_block[block] = self._select(block.parameters())
+            self._copies_of_block[block] = self._select_resident(block.parameters())
         self._quantise(self._copies_of_block[block])
 
     def _quantise(self, copies: Iterable[WorkingWeight | _QuantisedWeight]) -> None:
@@ -223,6 +233,11 @@ class WorkingWeights:
         if parameters is None:
             return list(self._copies.values())
         return [self._copies[each] for each in parameters if each in self._copies]
+
+    def _select_resident(
+        self, parameters: Iterable[Tensor]
+    ) -> list[WorkingWeight | _QuantisedWeight]:
+        return self._select(each for each in parameters if each not in self._offloaded)
 
 
 def _cast(copies: Iterable[WorkingWeight | _QuantisedWeight]) -> None:

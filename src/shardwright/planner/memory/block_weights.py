@@ -106,7 +106,9 @@ def _get_matrix_bytes(candidate: Candidate, *, is_deferred: bool, is_wide: bool)
     if is_deferred:
         return WeightBytes(cast=cast)
     layout = candidate.layout
-    is_added = candidate.gradient_accumulation_steps > 1 or layout.dp_replicate > 1
+    # DDP has no buckets for the gradients of offloaded weights.
+    has_buckets = layout.dp_replicate > 1 and not candidate.offloads_trained_weights
+    is_added = candidate.gradient_accumulation_steps > 1 or has_buckets
     is_converted = size != master and not is_wide
     return WeightBytes(
         result=size if is_converted else master,

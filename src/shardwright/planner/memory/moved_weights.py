@@ -2,8 +2,9 @@
 
 A block's weights are on the device, whole, while it computes, and those of the next one arrive. Of
 trained weights the gradients leave when the next block's backward pass has begun, and weights and
-gradients return for the update with the moments. Of trained weights that ZeRO shards only the
-shards move: FSDP2 gathers groups of blocks from them, and the counts of blocks are those of groups.
+gradients return for the update with the moments. If working weights stay on the device, only the
+update brings weights. Of trained weights that ZeRO shards only the shards move: FSDP2 gathers
+groups of blocks from them, and the counts of blocks are those of groups.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class MovedWeights(NamedTuple):
     gradients: float = 0.0
     """Of all gradients that it keeps there; 0 if the weights are frozen."""
     block_weights: float = 0.0
-    """Of the largest block's weights on the device, whole; of the rank's shards of a group."""
+    """Of the largest block's weights on the device in a pass, whole; of the rank's shards of a
+    group; 0 if passes read working weights."""
+    updated_block_weights: float = 0.0
+    """Of the same on the device in an update; 0 if the weights are frozen."""
     block_gradients: float = 0.0
     num_blocks: float = 0.0
     """Blocks of the rank, or groups."""
@@ -61,7 +65,12 @@ def compute_moved_weights(
     size = get_moved_bytes(candidate)
     gradient = candidate.master_bytes if candidate.adapter is None else 0
     return MovedWeights(
-        stored * size, trained * gradient, largest * size, largest_trained * gradient, num_blocks
+        stored * size,
+        trained * gradient,
+        largest * size * candidate.moves_weights,
+        largest * gradient,
+        largest_trained * gradient,
+        num_blocks,
     )
 
 
@@ -90,10 +99,17 @@ def get_moved_bytes(candidate: Candidate) -> float:
     return candidate.activation_bytes
 
 
-def count_updated_blocks(moved: MovedWeights) -> tuple[float, float]:
-    """Return the blocks whose weights, and whose gradients, are on the device in the update.
+def compute_updated_bytes(candidate: Candidate, moved: MovedWeights) -> tuple[float, float]:
+    """Compute the bytes of offloaded weights, and of gradients, on the device in the update.
 
     They are those of the block that is updated, the next one, and the weights of the last one,
-    which are being written. No bucket of moments has parts of two blocks.
+    which are being written. No bucket of moments has parts of two blocks. If the host updates
+    them, only weights of the last two blocks arrive, to be cast to working weights.
     """
-    return (3.0, 2.0) if moved.block_gradients else (0.0, 0.0)
+    if not moved.block_gradients:
+        return 0.0, 0.0
+    if candidate.is_updated_on_host:
+        num_blocks = 0.0 if candidate.moves_weights else 2.0
+        return min(num_blocks, moved.num_blocks) * moved.updated_block_weights, 0.0
+    weights = min(3.0, moved.num_blocks) * moved.updated_block_weights
+    return weights, moved.compute_gradient_bytes(2.0)

@@ -27,7 +27,7 @@ from shardwright.planner.memory.live_activations import (
     compute_live_activations,
     should_count_gathers,
 )
-from shardwright.planner.memory.moved_weights import count_updated_blocks
+from shardwright.planner.memory.moved_weights import compute_updated_bytes
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_gathered_bytes,
@@ -121,14 +121,13 @@ def _list_step_peaks(
 
 
 def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> MemoryParts:
-    num_weight_blocks, num_gradient_blocks = count_updated_blocks(persistent.moved)
+    weight_bytes, gradient_bytes = compute_updated_bytes(candidate, persistent.moved)
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,
-        gradients=persistent.updated_gradients
-        + persistent.moved.compute_gradient_bytes(num_gradient_blocks),
+        gradients=persistent.updated_gradients + gradient_bytes,
         workspaces=_compute_update_temporaries(candidate, persistent),
-        gathered=persistent.moved.compute_weight_bytes(num_weight_blocks),
+        gathered=weight_bytes,
     )
 
 

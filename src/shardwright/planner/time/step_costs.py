@@ -340,7 +340,7 @@ class StepCosts:
                 candidate,
                 LayerTransfers(
                     activations.saved_bytes + size * layer.local_matrices,
-                    weights.weights,
+                    weights.weights * candidate.moves_weights,
                     weights.gradients,
                     activations.deferred_bytes,
                 ),

@@ -303,14 +303,14 @@ def _compute_update_seconds(
     num_layers = max(1, sum(load.layers))
     if candidate.is_updated_on_host:
         norm_bytes = num_elements * candidate.master_bytes
-        norm_seconds = norm_bytes / costs.rates.update_bytes_per_second
         accelerator = costs.network.cluster.accelerator
         moved_bytes = count_update_bytes(num_elements, candidate, accelerator) - norm_bytes
-        return norm_seconds + compute_host_update_seconds(
+        return norm_bytes / costs.rates.update_bytes_per_second + compute_host_update_seconds(
             candidate,
             num_elements,
+            moved.gradients / candidate.master_bytes,
             moved_bytes,
-            backward_seconds,
+            (forward_seconds, backward_seconds),
             profile,
             first_share=first_elements / num_elements,
             num_layers=num_layers,

@@ -36,9 +36,7 @@ def count_update_bytes(
 def has_one_pass_update(candidate: Candidate, device_kind: AcceleratorKind) -> bool:
     """Return True if the update itself clips gradients and writes working weights; where states or
     trained weights are offloaded, it updates pieces of them and does neither."""
-    has_all = candidate.offload == "none" and (
-        candidate.parameter_offload == "none" or candidate.adapter is not None
-    )
+    has_all = candidate.offload == "none" and not candidate.offloads_trained_weights
     setting = candidate.compile_functions
     is_compiled = device_kind != "cpu" if setting == "auto" else setting
     return is_compiled and has_all and OPTIMIZER_COSTS[candidate.optimizer].has_one_pass

@@ -80,7 +80,7 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
         num_elements = _count_trained_elements(plan, trained_names)
         needed.add(section.optimizer, round(num_elements * _get_moment_bytes(recipe)))
         if should_use_cuda(recipe.run.device, field="run.device"):
-            needed.host += _check_update_place(recipe, plan, num_elements)
+            needed.host += _check_update_place(recipe, plan, trained_names)
     if "disk" in (section.optimizer, section.parameters):
         folder = _get_folder(recipe)
         _check_folder(folder)
@@ -131,8 +131,9 @@ def _count_trained_elements(plan: Plan, trained_names: Collection[str]) -> int:
     )
 
 
-def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
-    """Return the bytes of weights and gradients in host memory for an update on the host.
+def _check_update_place(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Return the bytes of the copies of weights and gradients in host memory for an update on the
+    host. Those that are offloaded are there.
 
     Raises:
         RecipeError: the optimizer cannot be updated on the host.
@@ -151,6 +152,10 @@ def _check_update_place(recipe: Recipe, plan: Plan, num_elements: int) -> int:
             allowed=f"auto or device; host with {', '.join(names)}",
             remedy="Remove it, or choose another optimizer",
         )
+    copied_names = set(trained_names)
+    if recipe.has_offloaded_trained_weights:
+        copied_names -= list_block_matrices(plan.placement.shape).keys()
+    num_elements = _count_trained_elements(plan, copied_names)
     return 2 * num_elements * resolve_dtypes(plan.precision).param.itemsize
 
 

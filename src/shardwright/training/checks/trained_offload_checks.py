@@ -15,6 +15,7 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
         RecipeError: something of the recipe is not covered; the message has what to do instead.
     """
     uses_cuda = should_use_cuda(recipe.run.device, field="run.device")
+    is_updated_on_host = recipe.offload.update_on == "host" and uses_cuda
     refusals = (
         (
             recipe.offload.optimizer == "none",
@@ -23,16 +24,16 @@ def check_trained_offload(recipe: Recipe, plan: Plan) -> None:
             "Set offload.optimizer: host or disk",
         ),
         (
-            recipe.offload.update_on == "host" and uses_cuda,
-            "trained weights that are offloaded are updated on the device",
-            "none with offload.update_on: host without adapters",
-            "Remove offload.update_on",
+            is_updated_on_host and recipe.offload.parameters == "disk",
+            "trained weights on disk are updated on the device",
+            "none or host with offload.update_on: host without adapters",
+            "Set offload.parameters: host, or remove offload.update_on",
         ),
         (
-            plan.precision.working_weights is True,
-            "copies of trained weights in the compute precision would stay on the device",
-            "none with precision.working_weights: true without adapters",
-            "Remove precision.working_weights",
+            is_updated_on_host and recipe.model.keep_zeros,
+            "zeros of matrices are restored on the device",
+            "none with offload.update_on: host and model.keep_zeros",
+            "Remove offload.update_on",
         ),
     )
     for is_refused, message, allowed, remedy in refusals:
