@@ -84,6 +84,10 @@ READ_ON_IMPORT = (
 """Prefixes of environment variables that are read when an interpreter starts or a library is
 imported.
 """
+READ_WHEN_USED = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Variables with such a prefix that a fork can change. The import of torch's compiler sets this one
+in the middle of the first test that trains.
+"""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Variables that the server adds to its environment, as `launch_ranks` does for its ranks."""
 
@@ -138,6 +142,10 @@ class _Server:
         return near_end
 
 
+_environment = dict(os.environ)
+"""Environment of this process before tests change theirs. The server has it, whichever of them
+starts it: with another one it could not serve the later tests.
+"""
 _servers: list[_Server] = []
 """Server of this process, once it is started."""
 _added_servers: list[_Server] = []
@@ -146,7 +154,11 @@ _added_servers: list[_Server] = []
 
 def select_read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     """Select the variables that a fork cannot change."""
-    return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(READ_ON_IMPORT) and name not in READ_WHEN_USED
+    }
 
 
 def _find_server(environment: Mapping[str, str]) -> _Server | None:
@@ -156,7 +168,7 @@ def _find_server(environment: Mapping[str, str]) -> _Server | None:
         if server.pid == os.getpid() and server.environment == wanted:
             return server
     if not _servers or _servers[0].pid != os.getpid():
-        server, process = _start_server(os.environ, _CEILING_OPTION)
+        server, process = _start_server(_environment, _CEILING_OPTION)
         atexit.register(_end_server, server, process)
         _servers[:] = [server]
     return _servers[0] if _servers[0].environment == wanted else None

@@ -54,7 +54,6 @@ def test_broken_records_are_reported_by_file_and_line_and_never_trained_on(
         validate_run(load_recipe(recipe, [*changes, "data.max_broken_fraction=0.001"]), 1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -63,8 +63,9 @@ def test_deaths_at_every_place_leave_the_same_bits(
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize(
+    "is_warm", [False, pytest.param(True, marks=pytest.mark.long)], ids=["cold", "warm"]
+)
 def test_restarts_are_bounded_and_the_cause_is_reported(
     run: Run, tmp_path: Path, is_warm: bool
 ) -> None:

@@ -70,7 +70,6 @@ def test_a_rank_without_memory_reports_it_with_the_prediction_of_the_plan(
     assert "Connection" not in message
 
 
-@pytest.mark.long
 def test_a_jump_of_the_wall_clock_has_no_effect(
     run: Run, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,6 @@ def test_a_gradient_that_is_not_a_number_is_skipped_by_every_rank(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
-@pytest.mark.long
 def test_after_a_loss_spike_the_run_rolls_back_and_skips_the_data(run: Run, tmp_path: Path) -> None:
     words = ["--set", "elastic.rollback={window_steps: 4, spike_nats: 1.0}"]
     done = run(*words, faults=[make_fault(rank, 7, "spike") for rank in range(2)])
@@ -95,7 +94,6 @@ def test_after_a_loss_spike_the_run_rolls_back_and_skips_the_data(run: Run, tmp_
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
-@pytest.mark.long
 def test_without_finite_gradients_the_run_rolls_back_as_often_as_allowed(
     run: Run, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,30 @@ def test_a_program_that_cannot_be_forked_is_started() -> None:
     )
     isolated = [sys.executable, "-I", *command[1:]]
     assert forked.run(isolated, capture_output=True, text=True).stdout == f"False {os.getpid()}\n"
+
+
+def test_a_program_is_forked_after_the_import_of_the_compiler(tmp_path: Path) -> None:
+    code = "import os, sys; print('torch' in sys.modules, os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    changed = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, env=changed)
+    assert done.stdout == f"True {tmp_path}\n"
+
+
+def test_the_server_does_not_have_the_environment_of_the_test_that_starts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environments = []
+
+    def refuse(environment: Mapping[str, str], *_options: str) -> None:
+        environments.append(environment)
+        raise InterruptedError
+
+    monkeypatch.setattr(forked, "_start_server", refuse)
+    monkeypatch.setattr(forked, "_servers", [])
+    monkeypatch.setenv("HF_VARIABLE_OF_THIS_TEST", "1")
+    with pytest.raises(InterruptedError):
+        forked.run([sys.executable, "-c", "print()"])
+    assert "HF_VARIABLE_OF_THIS_TEST" not in environments[0]
 
 
 def test_a_program_that_takes_too_long_is_killed() -> None:

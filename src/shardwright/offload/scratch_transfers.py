@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -22,7 +22,7 @@ from shardwright.errors import OffloadFailed
 from shardwright.offload.disk_store import advise_large_pages
 from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.state_buckets import PAGE_BYTES, round_to_pages
-from shardwright.offload.store import TransferCounts
+from shardwright.offload.store import TransferCounts, TransferThreads
 
 _Result = TypeVar("_Result")
 
@@ -45,8 +45,8 @@ class ScratchTransfers:
         self._descriptor = -1
         self._read_buffer = StagingBuffer(buffer_bytes, device, f"{thread_name}-read")
         self._write_buffer = StagingBuffer(buffer_bytes, device, f"{thread_name}-write")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-read")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"{thread_name}-write")
+        self._reader = TransferThreads(1, thread_name_prefix=f"{thread_name}-read")
+        self._writer = TransferThreads(1, thread_name_prefix=f"{thread_name}-write")
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Allocate bytes on the device, `[N]`; on a CPU they begin on a page."""

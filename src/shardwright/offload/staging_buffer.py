@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwright.offload.disk_store import allocate_buffer
 from shardwright.offload.state_buckets import PAGE_BYTES, round_to_pages
+from shardwright.offload.store import TransferThreads
 
 _NUM_PARTS = 4
 _PARTS_PER_BUFFER = 16
@@ -47,7 +48,7 @@ class StagingBuffer:
         self._free = list(self._memory.split(self.part_bytes))
         """Parts that no thread uses."""
         self._stream = torch.cuda.Stream(device) if is_pinned else None
-        self._threads = ThreadPoolExecutor(_NUM_PARTS, thread_name_prefix=f"{thread_name}-part")
+        self._threads = TransferThreads(_NUM_PARTS, thread_name_prefix=f"{thread_name}-part")
 
     def read(
         self,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwright.offload.state_buckets import StateBucket
 from shardwright.units import format_bytes
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -41,6 +45,30 @@ class TransferCounts:
                 for field in fields(TransferCounts)
             )
         )
+
+
+class TransferThreads(ThreadPoolExecutor):
+    """Threads that keep no argument of a job whose result is there.
+
+    A thread of `ThreadPoolExecutor` drops the arguments after it has set the result, whenever it
+    runs next. Until then the memory of a tensor that has been moved would not be free.
+    """
+
+    def submit(
+        self,
+        function: Callable[_Arguments, _Result],
+        /,
+        *arguments: _Arguments.args,
+        **options: _Arguments.kwargs,
+    ) -> Future[_Result]:
+        """Run a function on one of the threads."""
+        jobs: list[Callable[[], _Result]] = [partial(function, *arguments, **options)]
+        return super().submit(_take_and_call, jobs)
+
+
+def _take_and_call(jobs: list[Callable[[], _Result]]) -> _Result:
+    """Remove the job from its list, which the thread still has, and run it."""
+    return jobs.pop()()
 
 
 class CopyClock:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from shardwright.offload.activation_store import Wait
 from shardwright.offload.disk_store import advise_large_pages
 from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.state_buckets import PAGE_BYTES
-from shardwright.offload.store import CopyClock, TransferCounts
+from shardwright.offload.store import CopyClock, TransferCounts, TransferThreads
 
 logger = logging.getLogger("shardwright")
 
@@ -159,7 +159,7 @@ class DiskWeightStore:
         """Size and time of change of the model's files, by descriptor."""
         self._scratch: int | None = None
         self._buffer = StagingBuffer(buffer_bytes, device, "weight")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weight-read")
+        self._reader = TransferThreads(1, thread_name_prefix="weight-read")
 
     def add(self, num_bytes: int, ranges: Sequence[WeightRange]) -> list[_Window]:
         """Write the ranges that have no file to the scratch file; open the files of the others.

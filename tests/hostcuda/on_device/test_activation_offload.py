@@ -4,6 +4,7 @@ without a wait of the host.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def compute_gradients(
     plan = build_case_plan(case, case.make_recipe(), case.layout)
     offload = offload_activations(model, section, plan, folder)
     batches = [batch.pin_memory() for batch in draw_micro_batches(case, 0)]
+    gc.collect()  # the model of an earlier call would be freed during the measurement
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with device.log_synchronisations() as log:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.api import rehearse
 from shardwright.checkpoint.disk import Disk
@@ -18,6 +20,8 @@ from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.offload import ActivationOffload
+from shardwright.offload.activation_store import ScratchStore
+from shardwright.offload.state_buckets import PAGE_BYTES
 from shardwright.rehearsal.live_memory import LiveMemoryTracker
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training.checks import offload_checks
@@ -104,6 +108,48 @@ def test_gradients_are_those_of_resident_tensors_and_live_bytes_fall(
         assert offloaded.peak_bytes == input_bytes
     else:  # results of products and attention too
         assert offloaded.peak_bytes > 4 * input_bytes
+
+
+class WaitingDisk(Disk):
+    """Disk whose transfers wait for an event."""
+
+    def __init__(self) -> None:
+        self.may_transfer = Event()
+
+    def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        assert self.may_transfer.wait(20)
+        super().write_at(descriptor, data, position)
+
+    def read_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        assert self.may_transfer.wait(20)
+        super().read_at(descriptor, data, position)
+
+
+@pytest.mark.parametrize("direction", ["write", "read"])
+@pytest.mark.parametrize("num_bytes", [2 * PAGE_BYTES, 100], ids=["pages", "staged"])
+def test_memory_is_free_once_its_transfer_has_been_waited_for(
+    tmp_path: Path, num_bytes: int, direction: str
+) -> None:
+    """Also if the store's thread runs later: here it stops as soon as the result is set."""
+    disk = WaitingDisk()
+    store = ScratchStore(tmp_path, 1 << 20, torch.device("cpu"), disk=disk)
+    may_continue = Event()
+    data = store.allocate(num_bytes)
+    place, wait = store.write(data)
+    if direction == "read":
+        disk.may_transfer.set()
+        wait()
+        disk.may_transfer.clear()
+        data, wait = store.read(place, num_bytes)
+    place.jobs[-1].add_done_callback(lambda _job: may_continue.wait(20))
+    disk.may_transfer.set()
+    wait()
+    memory = StorageWeakRef(data.untyped_storage())
+    del data
+    is_free = memory.expired()
+    may_continue.set()
+    store.close()
+    assert is_free
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch's tracing

@@ -92,7 +92,7 @@ def test_a_run_killed_at_an_operation_resumes_with_the_same_bits(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # some fifty processes one after another: 60 s alone on idle cores
+@pytest.mark.timeout(900)  # some seventy processes one after another: 60 s alone on idle cores
 @pytest.mark.parametrize("first", range(NUM_GROUPS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_killed_at_every_operation_resume_with_the_same_bits(
