@@ -4,6 +4,7 @@ results; context and expert parallelism in NCCL's order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from shardwright.model import DropoutKey
 from shardwright.model.products.split_backward import DeferredGraph
 from shardwright.model.routing import ExpertRules
 from shardwright.parallel.experts import row_exchange
+from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import build_block_runner, build_layer_runner
 from shardwright.training.step import accumulate_gradients
@@ -231,6 +233,37 @@ def test_layers_of_a_kind_share_one_graph(
     num_kinds = NUM_KINDS.get(case.model, 1) + case.has_adapters
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
+
+
+def compare_raised_limits(case: CompiledCase) -> tuple[int, int]:
+    """Run a step, raise the limit of padded rows, and run another; return the numbers of graphs."""
+    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model])
+    set_recompute(model, case)
+    exchange = find_padded_exchange(model.decoder)
+    assert exchange is not None
+
+    def run_steps() -> Iterator[list[Tensor]]:
+        exchange.limit = case.layout.expert_row_limit
+        for step in (0, 1):
+            yield run_step(model, step)
+            assert exchange.raise_limit()
+
+    expected = list(run_steps())
+    counter = GraphCounter()
+    counter.compile(model.decoder, fullgraph=False)
+    for gradients, expected_gradients in zip(run_steps(), expected, strict=True):
+        for got, want in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    return counter.counts
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_another_graph_has_a_raised_limit_of_padded_rows(
+    ordered_ranks: OrderedRankPool, recompute: RecomputeKind
+) -> None:
+    layout = Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="padded", expert_row_limit=1.0)
+    case = CompiledCase("mixtral", layout, recompute)
+    assert ordered_ranks.run(2, compare_raised_limits, case) == [(2, 2)] * 2
 
 
 def compare_split_with_eager(case: CompiledCase) -> None:

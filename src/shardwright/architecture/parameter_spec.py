@@ -142,6 +142,13 @@ class ParameterSpec:
         return self.name.endswith("bias")
 
     @property
+    def is_block_matrix(self) -> bool:
+        """True for a matrix, or a stack of experts' matrices, in a block. Parts of adapters too."""
+        num_dims = 3 if self.role in ("expert_gate_up", "expert_down") else 2
+        is_matrix = len(self.shape) in (2, num_dims)
+        return is_matrix and self.layer is not None and not self.is_bias
+
+    @property
     def is_product_matrix(self) -> bool:
         """True for a matrix that products read in the compute dtype, or packed.
 

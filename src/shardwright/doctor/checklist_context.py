@@ -106,9 +106,10 @@ class ChecklistContext:
     def checkpoint_bytes(self) -> float:
         """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
         candidate = build_template(self.original_recipe)
-        return self.model_shape.num_parameters * (
-            candidate.master_bytes + OPTIMIZER_COSTS[candidate.optimizer].state_bytes
-        )
+        costs = OPTIMIZER_COSTS[candidate.optimizer]
+        num_bytes = self.model_shape.num_parameters * (candidate.master_bytes + costs.state_bytes)
+        others = [spec for spec in self.model_shape.list_parameters() if not spec.is_block_matrix]
+        return num_bytes + sum(spec.num_elements for spec in others) * costs.other_bytes
 
     @cached_property
     def preflight_result(self) -> ValidatedRun | None:

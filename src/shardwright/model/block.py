@@ -111,18 +111,15 @@ class Block(nn.Module):
         """Apply torch.compile to `forward_with_recompute`, with options of torch.compile."""
         repair_compiled_gradients()
         function = torch.compile(self.forward_with_recompute, **options)
-        settings: dict[str, Any] = {}
-        if options.get("dynamic"):
-            # The sizes of rows change. Rates, scales and bounds stay constants: torch would make
-            # inputs of them, and cannot read one input in several functions of autograd.
-            settings["specialize_float"] = True
+        # Rates, scales and bounds stay constants where the sizes of rows change, and the limit of
+        # padded rows where a run raises it: torch would make inputs of them, and cannot read one
+        # input in several functions of autograd.
+        settings: dict[str, Any] = {"specialize_float": True}
         if isinstance(self.mlp, MixtureOfExperts):
             # Operators read numbers of rows on the host. Unless this is allowed, torch breaks the
             # graph there instead of making the number a symbol.
             settings["capture_dynamic_output_shape_ops"] = True
-        if settings:
-            function = torch._dynamo.config.patch(settings)(function)
-        self._forward_function = function
+        self._forward_function = torch._dynamo.config.patch(settings)(function)
 
     def forward_with_recompute(
         self, x_BTD: Tensor, context: ForwardContext, dropout: Dropout | None

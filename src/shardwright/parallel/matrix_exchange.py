@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.architecture import ModelShape
-from shardwright.architecture.flop_count import EXPERT_ROLES
 from shardwright.layout import (
     Bounds,
     Layout,
@@ -31,13 +30,7 @@ from shardwright.parallel.mesh import Mesh
 
 def list_exchanged_matrices(shape: ModelShape) -> frozenset[str]:
     """List the names of matrices, and of experts' stacks of them, of all blocks."""
-    return frozenset(
-        spec.name
-        for spec in shape.list_parameters()
-        if spec.layer is not None
-        and not spec.is_bias
-        and (len(spec.shape) == 2 or (len(spec.shape) == 3 and spec.role in EXPERT_ROLES))
-    )
+    return frozenset(spec.name for spec in shape.list_parameters() if spec.is_block_matrix)
 
 
 def assemble_tensor(local: Tensor | None, boxes: Iterable[ParameterBox], zeros: Tensor) -> Tensor:

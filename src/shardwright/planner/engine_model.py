@@ -32,12 +32,11 @@ OptimizerKind = OptimizerName | Literal["sgd_momentum"]
 class OptimizerCosts(NamedTuple):
     """Bytes per trained fp32 parameter, and the places where an optimizer can run.
 
-    Not counted: Adafactor's two vectors per matrix, Muon's larger AdamW states (8 bytes) of the
-    embedding and head, and its orthogonalisation's matmuls and communication.
+    Not counted: Adafactor's two vectors per matrix, and matmuls and communication of Muon.
     """
 
     state_bytes: float
-    """Bytes of state, without master weights."""
+    """Bytes of state, without master weights, of a matrix of a block."""
     update_bytes: float
     """Bytes that norm, clip and update read and write, 4 of them for the norm."""
     has_one_pass: bool
@@ -45,6 +44,8 @@ class OptimizerCosts(NamedTuple):
     writes working weights itself."""
     can_update_on_host: bool
     """True if the update needs no other rank and no matrix products, so a host can run it."""
+    other_bytes: float = 0.0
+    """Bytes of state that parameters other than matrices of blocks have in addition."""
 
 
 OPTIMIZER_COSTS: dict[OptimizerKind, OptimizerCosts] = {
@@ -52,7 +53,7 @@ OPTIMIZER_COSTS: dict[OptimizerKind, OptimizerCosts] = {
     # One fp32 scale per block of 256 elements, for each moment.
     "adamw_8bit": OptimizerCosts(2.0 + 8.0 / 256, 28.0, has_one_pass=True, can_update_on_host=True),
     "adafactor": OptimizerCosts(0.0, 36.0, has_one_pass=False, can_update_on_host=False),
-    "muon": OptimizerCosts(4.0, 44.0, has_one_pass=False, can_update_on_host=False),
+    "muon": OptimizerCosts(4.0, 44.0, has_one_pass=False, can_update_on_host=False, other_bytes=4),
     "sgd": OptimizerCosts(0.0, 24.0, has_one_pass=False, can_update_on_host=True),
     "sgd_momentum": OptimizerCosts(4.0, 32.0, has_one_pass=False, can_update_on_host=True),
 }
@@ -190,10 +191,9 @@ class EngineModel:
         return 2.0 if should_reduce_in_bf16 else max(4.0, float(master_bytes))
 
     def get_optimizer_bytes(self, optimizer: OptimizerKind, master_bytes: int) -> float:
-        """Return the bytes of optimizer states, and of master weights in addition to the
-        weights."""
-        is_quantised = optimizer == "adamw_8bit" and master_bytes < 4
-        scale = 1.0 if is_quantised else master_bytes / 4
+        """Return the bytes of optimizer states of a matrix of a block, and of master weights in
+        addition to the weights."""
+        scale = 1.0 if optimizer == "adamw_8bit" else master_bytes / 4  # codes keep their size
         return OPTIMIZER_COSTS[optimizer].state_bytes * scale
 
     def compute_staging_bytes(self, optimizer_bytes: float, buffer_bytes: int) -> float:

@@ -106,9 +106,14 @@ def list_copied_parameters(
     shape: ModelShape, candidate: Candidate, trained_names: Collection[str]
 ) -> dict[str, float]:
     """Return the bytes per element of weight and states, for each parameter in a checkpoint."""
-    states = OPTIMIZER_COSTS[candidate.optimizer].state_bytes
+    costs = OPTIMIZER_COSTS[candidate.optimizer]
     return {
-        spec.name: candidate.master_bytes + (states if spec.name in trained_names else 0.0)
+        spec.name: candidate.master_bytes
+        + (
+            costs.state_bytes + (0.0 if spec.is_block_matrix else costs.other_bytes)
+            if spec.name in trained_names
+            else 0.0
+        )
         for spec in shape.list_parameters()
         if shape.adapters is None or spec.name in trained_names
     }

@@ -54,6 +54,18 @@ def predict(layout: Layout, nodes: int, recipe: Recipe | None = None) -> PeerCop
     return predict_peer_copies(shape, candidate, trained, cluster)
 
 
+def test_muon_has_two_moments_outside_matrices_of_blocks() -> None:
+    recipe = validate_recipe(build_sections(optimizer={"name": "muon"}))
+    cost = predict(Layout(dp_shard=8, zero_stage=3), 2, recipe)
+    assert cost is not None
+    names = {"embed_tokens", "norm", "lm_head"}
+    specs = read_config(CONFIG).list_parameters()
+    others = [spec for spec in specs if any(name in spec.name for name in names)]
+    num_elements = sum(spec.num_elements for spec in others)
+    state_bytes = 8 * (STATE_BYTES / 12) + 4 * num_elements
+    assert cost.own_bytes == pytest.approx(state_bytes / 8)
+
+
 def test_a_sharded_state_is_sent_and_a_replicated_one_is_not() -> None:
     sharded = predict(Layout(dp_shard=8, zero_stage=3), 2)
     assert sharded is not None

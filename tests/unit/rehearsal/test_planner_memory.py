@@ -123,6 +123,11 @@ OFFLOAD = {"offload": {"optimizer": "host", "activations": "host", "buffer_bytes
 DEEP_OFFLOAD = OFFLOAD | {"model": {"config": models.CONFIGS["llama"] | {"num_hidden_layers": 12}}}
 PAIRS_OFFLOAD = OFFLOAD | {"model": {"config": models.CONFIGS["llama"] | {"num_hidden_layers": 8}}}
 """Two layers in each stage of a schedule with two stages per rank."""
+MANY_HEADS = {
+    "model": {
+        "config": models.CONFIGS["llama"] | {"num_hidden_layers": 12, "num_key_value_heads": 4}
+    }
+}
 LARGE_VOCABULARY = {"model": {"config": models.CONFIGS["llama"] | {"vocab_size": 16_000}}}
 FROZEN_ON_HOST = LORA | {"offload": {"parameters": "host"}}
 FROZEN_ON_DISK = {
@@ -150,6 +155,8 @@ FEED_FORWARD = {"model": {"freeze": ["*mlp*"]}}
 ATTENTION = {"model": {"freeze": ["*self_attn*"]}}
 BF16 = {"precision": {"kind": "bf16", "master_weights": "bf16"}}
 BF16_BLOCKS = BF16 | {"optimizer": {"name": "adamw_8bit"}}
+MUON = {"optimizer": {"name": "muon"}}
+MUON_OFFLOAD = MUON | {"offload": {"optimizer": "disk", "buffer_bytes": 2**20}}
 WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
@@ -189,6 +196,15 @@ CASES = [
     Case("llama", Layout(), sections=BF16),
     Case("llama", Layout(), steps=2, recompute="full", sections=BF16_BLOCKS),
     Case("llama", Layout(dp_replicate=2), steps=2, sections=BF16),
+    Case("llama", Layout(), kind="fp64", sections={"optimizer": {"name": "adamw_8bit"}}),
+    Case("llama", Layout(), sections=MUON),
+    Case("llama", Layout(), sections=MUON | LARGE_VOCABULARY),
+    Case("llama", Layout(), sections=MUON | DORA),
+    Case("llama", Layout(), sections=MUON | EMBEDDING),
+    Case("llama", Layout(pp=2), steps=4, sections=MUON, rank=1),
+    Case("gemma2", Layout(dp_shard=4, zero_stage=3), sections=MUON),
+    Case("llama", Layout(tp=2), sections=MUON_OFFLOAD),
+    Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=1), steps=2, sections=MUON),
     Case("llama", Layout(dp_shard=4, zero_stage=1), steps=2, sections=BF16),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=BF16),
     Case("llama", Layout(tp=2), sections=BF16),
@@ -199,6 +215,16 @@ CASES = [
     Case("llama", Layout(tp=2)),
     Case("llama", Layout(pp=2), steps=4),
     Case("llama", Layout(cp=2, cp_method="ring", zero_stage=1)),
+    Case("llama", Layout(cp=2, cp_method="ulysses"), steps=2),
+    Case("llama", Layout(cp=2, cp_method="ring"), recompute="full"),
+    Case("llama", Layout(dp_replicate=2, cp=2, cp_method="ulysses"), steps=2),
+    Case("llama", Layout(cp=4, cp_method="all_gather", zero_stage=3), sections=MANY_HEADS),
+    # Tiles of shared rows save no scores, and soft caps have no fused kernel.
+    Case("gemma2", Layout(cp=2, cp_method="ring", zero_stage=3), tolerance=0.1),
+    Case("gemma2", Layout(cp=2, cp_method="all_gather", zero_stage=1), steps=2, tolerance=0.1),
+    Case("gemma2", Layout(cp=2, cp_method="ulysses", zero_stage=3), tolerance=0.1),
+    Case("gemma2", Layout(cp=4, cp_method="ring", zero_stage=1), recompute="full", tolerance=0.1),
+    Case("gemma2", Layout(cp=2, cp_method="ulysses"), recompute="selective", tolerance=0.1),
     Case("qwen3_moe", Layout(dp_shard=2, ep=2, zero_stage=3)),
     Case(
         "qwen3_moe",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwright.architecture.config_reading import read_recipe_shape
 from shardwright.checkpoint import background_save
 from shardwright.checkpoint.disk import Disk
 from shardwright.config import Recipe
@@ -251,6 +252,15 @@ def test_too_little_disk_or_memory_is_refused_before_training(
     monkeypatch.setattr(offload_checks.os, "statvfs", lambda path: full)
     with pytest.raises(RecipeError, match=r"8.00 KiB free; allowed: at least 31\.\d+ KiB"):
         train(build_run(tmp_path, "disk", "disk"))
+    # Muon has one moment of each matrix of a block, and two of all else.
+    muon = Recipe.model_validate(
+        build_run(tmp_path, "disk", "disk").model_dump(mode="json", exclude_unset=True)
+        | {"optimizer": {"name": "muon"}}
+    )
+    specs = read_recipe_shape(muon).list_parameters()
+    num_bytes = sum(spec.num_elements * (4 if "_proj" in spec.name else 8) for spec in specs)
+    with pytest.raises(RecipeError, match=f"allowed: at least {num_bytes / 1024:.2f} KiB"):
+        train(muon)
     monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 1000)
     with pytest.raises(RecipeError, match=r"host, with .* available; allowed: at least 31"):
         train(build_run(tmp_path, "host", "host"))

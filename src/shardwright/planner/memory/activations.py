@@ -34,9 +34,10 @@ from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.memory.attention_activations import (
-    choose_planned_kernel,
     compute_attention_bytes,
+    compute_tile_bytes,
     has_dense_mask,
+    has_saved_scores,
 )
 from shardwright.planner.memory.backward_peak import (
     BlockTensorBytes,
@@ -117,7 +118,7 @@ def get_layer_activations(
         candidate.expert_load,
         candidate.engine,
         layout.ep if kind.shape.sparse else 1,
-        layout.dp_replicate > 1,
+        layout.dp_replicate * layout.fsdp > 1,
         candidate.is_sharded,
         candidate.is_deferring,
         candidate.gradient_accumulation_steps > 1,
@@ -363,7 +364,7 @@ def build_block_tensors(
     inner = rows * width / layout.tp * size
     heads = shape.num_heads / layout.tp
     scores = 0.0
-    if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
+    if has_saved_scores(facts, candidate, kind.shape.window):
         # Gradients of the fp32 weights, before and after the softmax. The weights' copy in a
         # narrower compute precision is freed by then.
         scores = tokens * heads * candidate.sequence_length
@@ -379,6 +380,7 @@ def build_block_tensors(
         queries=tokens * shape.query_width / layout.tp * size,
         keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
         scores=scores,
+        tile_scores=compute_tile_bytes(facts, candidate, kind.shape.window, is_backward=True),
         norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
         is_gate_fused=candidate.has_fused_functions,
         has_post_norms=shape.names.post_mlp_norm is not None,

@@ -34,9 +34,7 @@ def choose_planned_kernel(
 
     Ranks that share rows compute tiles with other kernels, which add sinks to their results.
     """
-    has_tiles = candidate.layout.cp > 1 and not (
-        candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
-    )
+    has_tiles = _has_tiles(facts, candidate)
     key = (
         window,
         has_tiles,
@@ -52,6 +50,74 @@ def choose_planned_kernel(
         kernel = _choose_kernel(facts, candidate, window, has_tiles=has_tiles)
         facts.kernel_cache[key] = kernel
     return kernel
+
+
+def _has_tiles(facts: ModelFacts, candidate: Candidate) -> bool:
+    """Return True if attention is computed in tiles of the rows that ranks share."""
+    return candidate.layout.cp > 1 and not (
+        candidate.has_masked_kernels and resolve_context_method(facts, candidate) == "ulysses"
+    )
+
+
+def has_saved_scores(facts: ModelFacts, candidate: Candidate, window: int | None) -> bool:
+    """Return True if the backward pass reads the softmax of attention again.
+
+    Tiles save the log-sum-exp and compute their scores again.
+    """
+    if candidate.engine.has_ordered_frees and _has_tiles(facts, candidate):
+        return False
+    return choose_planned_kernel(facts, candidate, window) == "explicit"
+
+
+def compute_tile_bytes(
+    facts: ModelFacts, candidate: Candidate, window: int | None, *, is_backward: bool
+) -> float:
+    """Compute the bytes that a pass needs to compute the tiles of rows that ranks share: the
+    largest tile's scores without a fused kernel, and gathered keys and values."""
+    gathered = _compute_gathered_bytes(facts, candidate, is_backward=is_backward)
+    is_explicit = choose_planned_kernel(facts, candidate, window) == "explicit"
+    if not is_explicit or has_saved_scores(facts, candidate, window):
+        return gathered
+    tokens = candidate.sequence_length / candidate.layout.cp
+    method = resolve_context_method(facts, candidate)
+    # With `all_gather` the half of a rank's tokens in the last chunk see all others at once.
+    keys = {
+        "ring": tokens,
+        "all_gather": (candidate.sequence_length - tokens / 2) / 2,
+        "ulysses": float(candidate.sequence_length),
+    }[method]
+    heads = facts.shape.num_heads / candidate.layout.tp
+    size = candidate.activation_bytes
+    # Scores, shifted scores and softmax in fp32. Backward: scores, softmax, its gradient, and that
+    # of the scores before and after its scale in fp32; softmax and gradient in the compute
+    # precision. A soft cap adds its slope.
+    num_wide = (5.0 if is_backward else 3.0) + (facts.shape.attention_soft_cap is not None)
+    cast = 2 * size if is_backward and size < 4 else 0
+    scores = candidate.micro_batch_tokens * heads * keys * (num_wide * max(size, 4) + cast)
+    return gathered + scores
+
+
+def _gathers_keys(facts: ModelFacts, candidate: Candidate) -> bool:
+    return candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather"
+
+
+def _compute_gathered_bytes(facts: ModelFacts, candidate: Candidate, *, is_backward: bool) -> float:
+    """Compute the bytes of keys and values of whole rows, and of their gradients in fp32."""
+    shape = facts.shape
+    is_latent = shape.latent is not None
+    if not _gathers_keys(facts, candidate) or is_latent or not candidate.engine.has_ordered_frees:
+        return 0.0
+    width = shape.head_dim * max(1.0, shape.num_kv_heads / candidate.layout.tp)
+    size = candidate.activation_bytes
+    tokens = candidate.micro_batch_tokens
+    # As they arrive by rank, and in the order of the row.
+    row_bytes = 2.0 * size
+    own_bytes = 0.0
+    if is_backward:
+        wide = max(size, 4)
+        row_bytes = max(row_bytes + wide, 2.0 * wide)  # gradients are sorted by rank again
+        own_bytes = (shape.query_width / candidate.layout.tp + 2 * width) * wide
+    return tokens * (2 * candidate.layout.cp * width * row_bytes + own_bytes)
 
 
 def _choose_kernel(
@@ -120,11 +186,17 @@ def compute_attention_bytes(
     queries = shape.query_width / tp
     keys = shape.head_dim * max(1.0, shape.num_kv_heads / tp)
     heads = shape.num_heads / tp
+    kernel = choose_planned_kernel(facts, candidate, kind.shape.window)
+    has_scores = has_saved_scores(facts, candidate, kind.shape.window)
     has_mask = has_dense_mask(facts, candidate, kind.shape.window)
+    if kernel == "explicit" and not has_scores:
+        has_mask = False  # tiles multiply by the keys of a group without repeating them
     # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
     # are repeated to Q.
     attended_keys = queries if has_mask else keys
-    if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather":
+    # Ours gathers keys and values again in the backward pass.
+    saves_gathered = _gathers_keys(facts, candidate) and not candidate.engine.has_ordered_frees
+    if saves_gathered:
         attended_keys *= candidate.layout.cp
     saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
     if shape.names.qkv is not None:
@@ -132,22 +204,17 @@ def compute_attention_bytes(
         # keys.
         saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
     saved += tensors.rotary * (queries + keys) * size
-    if candidate.layout.cp > 1 and resolve_context_method(facts, candidate) != "all_gather":
+    if candidate.layout.cp > 1 and not saves_gathered:
         saved += tensors.ring_outputs * queries * size
     if shape.qk_norm is not None:
-        # Sharded over tensor-parallel ranks, a norm of all heads saves its input in fp32, and that
-        # times the scale for the gradient of its weight.
-        is_sharded = shape.qk_norm == "full" and tp > 1 and candidate.engine.has_ordered_frees
-        num_wide = 1 if kind.has_frozen_qk_norms else 2
-        saved += (queries + keys) * (num_wide * max(size, 4) if is_sharded else size)
+        saved += (queries + keys) * _get_qk_norm_bytes(facts, kind, candidate)
     matmul_results = (2 * queries + 2 * keys) * size + 4 * heads
     saved *= tokens
     matmul_results *= tokens
-    kernel = choose_planned_kernel(facts, candidate, kind.shape.window)
     if kernel == "flex" and shape.attention_sinks:
         saved += tokens * (queries * size + 2 * 4 * heads)
     score_bytes = score_products = 0.0
-    if kernel == "explicit":
+    if has_scores:
         scores = tokens * heads * candidate.sequence_length
         # Weights in fp32 and cast, keys repeated. `selective` saves the results of both
         # matmuls too.
@@ -160,9 +227,36 @@ def compute_attention_bytes(
             saved -= tokens * queries * size
         score_products = scores * size
         matmul_results += score_products
+    elif kernel == "explicit":
+        score_products = _compute_tile_products(facts, candidate)
+        matmul_results += score_products
     output = tokens * (queries * size + 4 * heads)
     gradients = tokens * (2 * queries + 2 * keys) * size
     return AttentionBytes(saved, matmul_results, gradients, output, score_bytes, score_products)
+
+
+def _get_qk_norm_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Return the bytes that a norm of queries and keys saves per element.
+
+    Sharded over tensor-parallel ranks, a norm of all heads saves its input in fp32, and that times
+    the scale for the gradient of its weight.
+    """
+    is_sharded = facts.shape.qk_norm == "full" and candidate.layout.tp > 1
+    if not is_sharded or not candidate.engine.has_ordered_frees:
+        return candidate.activation_bytes
+    return (1 if kind.has_frozen_qk_norms else 2) * max(candidate.activation_bytes, 4)
+
+
+def _compute_tile_products(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute the bytes of all tiles' products of queries and keys, which `selective` saves.
+
+    Later tokens of other ranks are in no tile, unless a rank has the whole row.
+    """
+    seen_tokens: float = candidate.sequence_length
+    if resolve_context_method(facts, candidate) != "ulysses":
+        seen_tokens = (seen_tokens + seen_tokens / candidate.layout.cp) / 2
+    heads = facts.shape.num_heads / candidate.layout.tp
+    return candidate.micro_batch_tokens * heads * seen_tokens * candidate.activation_bytes
 
 
 def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> AttentionBytes:

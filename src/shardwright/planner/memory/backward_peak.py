@@ -122,6 +122,8 @@ class BlockTensorBytes:
     queries: float
     keys: float
     scores: float
+    tile_scores: float
+    """Scores and their gradients in a tile of rows that ranks share."""
     norm_gradient: float
     is_gate_fused: bool
     """True if one kernel computes the gradients of a gated activation."""
@@ -280,7 +282,7 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     )
     projected = block.queries + 2.0 * block.keys
     # Explicit products have freed the values, and have their gradient, before those of scores.
-    during = block.scores if is_explicit else projected
+    during = block.scores if is_explicit else projected + block.tile_scores
     yield _Operation(during, (defers_output - 2.0) * block.queries)
     if block.is_pipelined:
         yield _gather_products(block, projected, "projections")

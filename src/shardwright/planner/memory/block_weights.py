@@ -107,7 +107,8 @@ def _get_matrix_bytes(candidate: Candidate, *, is_deferred: bool, is_wide: bool)
         return WeightBytes(cast=cast)
     layout = candidate.layout
     # DDP has no buckets for the gradients of offloaded weights.
-    has_buckets = layout.dp_replicate > 1 and not candidate.offloads_trained_weights
+    num_replicas = layout.dp_replicate * layout.fsdp
+    has_buckets = num_replicas > 1 and not candidate.offloads_trained_weights
     is_added = candidate.gradient_accumulation_steps > 1 or has_buckets
     is_converted = size != master and not is_wide
     return WeightBytes(

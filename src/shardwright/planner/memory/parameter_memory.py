@@ -19,6 +19,7 @@ from shardwright.planner.memory.element_counts import (
 )
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.memory.state_memory import compute_state_bytes
 from shardwright.planner.model_costs import (
     LayerKind,
     ModelFacts,
@@ -84,9 +85,7 @@ def compute_persistent_memory(
     updated = reduced or gradients
     if candidate.has_resident_sums:
         updated = resident.sharded * gradient_bytes
-    optimizer = engine.get_optimizer_bytes(candidate.optimizer, master) * (
-        trained.local if stage == 0 else trained.sharded
-    )
+    optimizer = compute_state_bytes(facts, candidate, load, trained)
     offloaded = 0.0
     if candidate.offload in ("optimizer", "optimizer_disk"):
         offloaded = optimizer
@@ -362,7 +361,7 @@ def _has_buckets(candidate: Candidate) -> bool:
     """Return True if gradients are views of persistent buckets (DDP)."""
     layout = candidate.layout
     sums_stages = candidate.engine.sums_whole_stages and layout.pp > 1
-    return layout.zero_stage == 0 and layout.dp_replicate > 1 and not sums_stages
+    return layout.zero_stage == 0 and layout.dp_replicate * layout.fsdp > 1 and not sums_stages
 
 
 def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:

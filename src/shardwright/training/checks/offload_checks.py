@@ -27,7 +27,11 @@ from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.offload.file_systems import classify_file_system, read_file_system
-from shardwright.planner.engine_model import OPTIMIZER_COSTS, choose_optimizer_kind
+from shardwright.planner.engine_model import (
+    OPTIMIZER_COSTS,
+    OptimizerCosts,
+    choose_optimizer_kind,
+)
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.planner.update_place import choose_update_place
@@ -77,8 +81,7 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
             _report_model_file_system(recipe.model.path)
         needed.add(section.parameters, _count_weight_bytes(recipe, plan, trained_names))
     if section.optimizer != "none":
-        num_elements = _count_trained_elements(plan, trained_names)
-        needed.add(section.optimizer, round(num_elements * _get_moment_bytes(recipe)))
+        needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
         if should_use_cuda(recipe.run.device, field="run.device"):
             needed.host += _check_update_place(recipe, plan, trained_names)
     if "disk" in (section.optimizer, section.parameters):
@@ -100,11 +103,11 @@ def check_offload_layout(recipe: Recipe, plan: Plan) -> None:
     if recipe.offload.parameters != "none":
         _check_parameters(recipe, plan)
     if recipe.offload.optimizer != "none":
-        _get_moment_bytes(recipe)
+        _get_optimizer_costs(recipe)
 
 
-def _get_moment_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the moments per trained parameter.
+def _get_optimizer_costs(recipe: Recipe) -> OptimizerCosts:
+    """Return the costs of an optimizer whose moments are offloaded.
 
     Raises:
         RecipeError: the optimizer has none.
@@ -118,7 +121,18 @@ def _get_moment_bytes(recipe: Recipe) -> float:
             allowed="none",
             remedy="Remove it, or set optimizer.momentum",
         )
-    return OPTIMIZER_COSTS[kind].state_bytes
+    return OPTIMIZER_COSTS[kind]
+
+
+def _count_moment_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes of the moments that this node's ranks update."""
+    costs = _get_optimizer_costs(recipe)
+    matrices = {spec.name for spec in plan.shape.list_parameters() if spec.is_block_matrix}
+    others = [name for name in trained_names if name not in matrices]
+    return round(
+        _count_trained_elements(plan, trained_names) * costs.state_bytes
+        + _count_trained_elements(plan, others) * costs.other_bytes
+    )
 
 
 def _count_trained_elements(plan: Plan, trained_names: Collection[str]) -> int:
