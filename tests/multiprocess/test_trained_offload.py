@@ -248,6 +248,8 @@ WORLD_SIZES |= {"zb_h1 x zero3": 4, "zbv x zero1": 4, "zbv x ep2 x zero3 by twos
 WORLD_SIZES |= {"dualpipev x zero2": 4}
 WORLD_SIZES |= {"pp2 x zero3 by twos": 4, "hsdp": 4, "hsdp, accumulated": 4}
 SHORT = (
+    ("working weights, frozen", "adamw_8bit"),
+    ("tp2 with working weights in tensorwise", "adamw"),
     ("one rank", "sgd"),
     ("sparse", "muon"),
     ("zero0", "adafactor"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -109,11 +110,14 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
     srun = ["srun", "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
     if job.keeps_processes:
         srun.append("--no-kill")
+    folders: list[str] = []
     if options.image is not None:
         srun += [f"--container-image={options.image}"]
+        folders = _list_container_folders(job)
     command = shlex.join(srun)
     if options.image is not None:
-        command += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+        mounts = "".join(f",{shlex.quote(f'{folder}:{folder}')}" for folder in folders)
+        command += f' --container-mounts="$PWD:$PWD"{mounts} --container-workdir="$PWD"'
     arguments = shlex.join(job.build_train_arguments())
     lines = [
         "#!/bin/bash",
@@ -143,6 +147,7 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         "again=()",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then again=(--resume-if-begun); fi',
         *([] if job.sweep is None else ["", *_build_sweep_choice(job, job.sweep)]),
+        *_build_run_folder(job, folders),
         "",
         "status=0",
         f"{command} shardwright {arguments} "
@@ -152,6 +157,49 @@ def build_sbatch_script(job: Job, options: SlurmOptions) -> str:
         *_build_exit_handling(job),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _list_container_folders(job: Job) -> list[str]:
+    """List the folders that a container needs besides the working folder: of the absolute paths in
+    recipe and job. A run folder without a mount would be lost with the container.
+
+    Raises:
+        InputError: Pyxis cannot mount one of them.
+    """
+    paths = [job.run_folder, job.recipe_path, *_list_strings(job.recipe.model_dump(mode="json"))]
+    folders = set()
+    for path in map(Path, paths):
+        if path.is_absolute():
+            folders.add(str(path.parent if path.is_file() else path))
+    for folder in sorted(folders):
+        if "," in folder or ":" in folder:
+            raise InputError(
+                f"a container needs this folder, and Pyxis separates mounts by commas and colons: "
+                f"{folder}",
+                field="--image",
+                got=folder,
+                allowed="folders without commas and colons",
+                remedy="Rename it, or name a symbolic link to it",
+            )
+    return sorted(folders)
+
+
+def _list_strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _list_strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _list_strings(item)
+
+
+def _build_run_folder(job: Job, folders: Collection[str]) -> list[str]:
+    """Build the line that creates the run folder, which a container can mount only then."""
+    if job.run_folder not in folders:
+        return []
+    return ["", f"mkdir -p {shlex.quote(job.run_folder)}"]
 
 
 def parse_time_limit(text: str) -> int | None:

@@ -307,7 +307,11 @@ _PROBLEMS = {
     "too_short": ("too few values", "at least {min_length}"),
     "dict_type": ("not a mapping", "keys with values, e.g. {{key: value}}"),
     "string_type": ("not a text", "a text; quote a number, a date, true or false"),
-    "string_pattern_mismatch": ("not of the right form", "text that matches {pattern}"),
+    # Only the name of a run has a pattern.
+    "string_pattern_mismatch": (
+        "not a name for a folder",
+        "letters, digits, dots, underscores and hyphens, the first one a letter or digit",
+    ),
 }
 """Pydantic's kinds of errors: the problem in our words, and what is allowed."""
 

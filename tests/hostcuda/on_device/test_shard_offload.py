@@ -194,6 +194,9 @@ WHOLE_CASES = {
     "replicas": Case(Layout(dp_replicate=2), sections=COPIED, is_compiled=True),
     "replicas in fp32": Case(Layout(dp_replicate=2), recompute="full"),
     "tensor": Case(Layout(tp=2), sections=COPIED, recompute="selective"),
+    "chunked tensor": Case(
+        Layout(tp=2, async_tensor_parallel="chunked"), sections=COPIED, is_compiled=True
+    ),
     "split pipeline": Case(Layout(pp=2, schedule="zb_h1"), sections=COPIED, rounds=2),
     "experts of replicas": Case(Layout(dp_replicate=2), sections=COPIED, model="qwen3_moe"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ SLURM = (
     [
         (),
         ("--image", "lab/sw:1"),
+        ("--image", "lab/sw:1", "--run-dir", "/shared/my runs/first"),
         ("--env", "WORDS=two words", "--interface", "ib0", "--port", "29501"),
         ("--sweep", "seed=1,2", "--set", "checkpoint.dir=s3://bucket/a"),
     ],
@@ -258,3 +260,30 @@ def test_submit_passes_the_script_to_sbatch(
     sbatch.write_text("#!/bin/bash\necho 'no such account' >&2\nexit 1\n")
     assert run(words) == ExitCode.RUN_FAILED
     assert "sbatch failed: no such account" in capsys.readouterr().err
+
+
+def test_a_container_has_the_folders_of_recipe_and_run(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a mount, files that the ranks write would be lost with the container."""
+    scratch = ("--set", "data.cache_dir=/scratch")
+    text = run_launch(
+        capsys, str(recipe), *SLURM, *scratch, "--image", "sw", "--run-dir", "/shared/my runs/first"
+    )
+    (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    (mounts,) = [word for word in shlex.split(command) if word.startswith("--container-mounts=")]
+    mounted = {mount.split(":")[0] for mount in mounts.partition("=")[2].split(",")}
+    assert mounted >= {"$PWD", "/shared/my runs/first", "/scratch", str(recipe.parent)}
+    assert "mkdir -p '/shared/my runs/first'" in text.splitlines()
+    without = run_launch(capsys, str(recipe), *SLURM, "--run-dir", "/shared/first")
+    assert "mkdir" not in without
+    relative = run_launch(capsys, str(recipe), *SLURM, "--image", "sw")
+    assert "mkdir" not in relative
+
+
+def test_a_folder_that_a_container_cannot_mount_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--image", "sw", "--run-dir", "/shared/a,b")
+    assert run(["launch", str(recipe), *SLURM, *arguments]) == ExitCode.WRONG_INPUT
+    assert "--image: a container needs this folder" in capsys.readouterr().err

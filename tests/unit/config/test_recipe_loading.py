@@ -99,7 +99,7 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
         (change_section("training", learning_rate="fast"), "training.learning_rate", "1e-3"),
         (change_section("training", learning_rate="3e-3"), "training.learning_rate", "PyYAML"),
         ({**MINIMAL, "training": 3}, "training", "allowed: sequence_length, micro_batch_size"),
-        ({**MINIMAL, "name": "my run"}, "name", "allowed: text that matches"),
+        ({**MINIMAL, "name": "my run"}, "name", "allowed: letters, digits, dots"),
         (change_section("training", decay_steps=3), "training", "warmup_stable_decay"),
         (change_section("training", base_batch_size=3), "training", "batch_scaling"),
         (
