@@ -99,6 +99,17 @@ def format_seconds(seconds: float) -> str:
     return f"{days}d {hours:02d}h"
 
 
+def format_bytes_per_second(bytes_per_second: float) -> str:
+    """Format a rate in GB/s or MB/s, powers of 1000.
+
+    >>> format_bytes_per_second(1.28e9), format_bytes_per_second(5.88e8)
+    ('1.28 GB/s', '588 MB/s')
+    """
+    if bytes_per_second >= 999.5e6:  # which rounds to 1000 MB/s
+        return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"
+
+
 def format_flops_per_second(flops_per_second: float) -> str:
     """Format a rate in PFLOP/s, TFLOP/s, GFLOP/s or MFLOP/s.
 

@@ -24,6 +24,7 @@ from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.report.recorded_run import load_runs
 from shardwright.report.run_page import render_page
 from shardwright.telemetry.event_log import (
+    EVENTS_FILE_NAME,
     EvaluationEvent,
     EventWriter,
     MemoryEvent,
@@ -316,6 +317,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 ) -> None:
     run = tmp_path / "early"
     shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("checkpoints"))
+    path = run / EVENTS_FILE_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind": "checkpoint"' not in line))
     again = [run, "--resume", "--set", "training.max_steps=1", "--json"]
     done = train(recipe_folder, *again)
     assert done.returncode == ExitCode.DONE, done.stderr
@@ -326,6 +330,23 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         done = train(recipe_folder, *again)
     assert done.returncode == ExitCode.WRONG_INPUT
     assert "another process is writing this run" in done.stderr
+
+
+def test_all_ranks_refuse_a_run_after_its_checkpoints_vanished(
+    recipe_folder: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "lost"
+    shutil.copytree(uninterrupted, run, ignore=shutil.ignore_patterns("checkpoints"))
+    before = (run / EVENTS_FILE_NAME).read_bytes()
+    words = ["--nproc", "2", "--layout", "zero_stage=3", "--set", "elastic.max_restarts=2"]
+    done = train(recipe_folder, run, *words, "--resume-if-begun", "--json")
+    assert done.returncode == ExitCode.WRONG_INPUT, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error["field"] == "checkpoint.dir"
+    assert f"step-{STEPS:08d} at step {STEPS}" in error["message"]
+    assert str(run) in error["remedy"]
+    assert (run / EVENTS_FILE_NAME).read_bytes() == before
+    assert not (run / "checkpoints").exists()
 
 
 def test_a_folder_in_use_is_not_overwritten(recipe_folder: Path, uninterrupted: Path) -> None:

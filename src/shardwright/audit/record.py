@@ -210,7 +210,8 @@ def load_step(folder: Path, step: int | None = None) -> StepRecord:
                 field=str(path),
                 got=version,
                 allowed=str(FORMAT_VERSION),
-                remedy="Write a new recorder with `shardwright audit recorder` and record again",
+                remedy="Write a new recorder with `shardwright audit recorder --overwrite` and "
+                "record again",
             )
         tensors_path = path.with_suffix(".safetensors")
         try:

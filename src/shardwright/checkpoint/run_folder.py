@@ -21,7 +21,12 @@ from shardwright.checkpoint.commit import has_saved
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.config import Recipe, dump_recipe, load_recipe
 from shardwright.errors import CheckpointError, InputError, ShardwrightError
-from shardwright.telemetry.event_log import check_unlocked
+from shardwright.telemetry.event_log import (
+    CheckpointEvent,
+    check_unlocked,
+    read_events,
+    select_surviving,
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,8 @@ class RunFolder:
     def check_started(self, *, resume: bool) -> None:
         """Check that the folder has a run if `resume`, and none otherwise; write nothing.
 
-        A run that ended before its first checkpoint may be resumed: it starts again.
+        A run that ended before its first checkpoint may be resumed: it starts again. Whether it did
+        is checked later, by all ranks together (`find_last_save`).
 
         Raises:
             InputError: A run exists and `resume` is False.
@@ -203,6 +209,29 @@ class RunFolder:
             allowed="that folder; a relative path starts at the working directory",
             remedy="Start in the former working directory, set checkpoint.dir to that folder, or "
             "copy its checkpoints",
+        )
+
+    def find_last_save(self) -> CheckpointEvent | None:
+        """Return the newest save that the events record; None if none has completed.
+
+        Saves of steps that were trained again since, from an earlier step, do not count: a run that
+        began again at step 0 on purpose may resume there.
+        """
+        if not self.path.is_dir():
+            return None
+        events = select_surviving(read_events(self.path, is_lenient=True))
+        saves = [event for event in events if isinstance(event, CheckpointEvent)]
+        return saves[-1] if saves else None
+
+    def build_loss_error(self, step: int, path: str) -> CheckpointError:
+        """Build the error of a run that saved `path` at `step` and has no checkpoint any more."""
+        return CheckpointError(
+            f"it has no checkpoint, and the run has saved {path} at step {step:,}",
+            field="checkpoint.dir",
+            got=_describe_place(self.checkpoints),
+            allowed="the place of that checkpoint",
+            remedy="Mount or restore it, then resume. To start again at step 0, remove the run "
+            f"folder {self.path}, or name another one (--run-dir), and start without --resume",
         )
 
     def create(self) -> None:

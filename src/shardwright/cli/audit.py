@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,10 +140,24 @@ def check_command(
 
 
 @app.command("recorder")
-def recorder_command(out: RecorderOutput = Path("recorder.py")) -> None:
+def recorder_command(
+    out: RecorderOutput = Path("recorder.py"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a file that exists.")
+    ] = False,
+) -> None:
     """Write the recorder as one file that needs only torch and safetensors."""
     from importlib import resources
 
+    # `recorder.py` is the default: a file of that name may be the user's own.
+    if os.path.isfile(out) and not overwrite:
+        raise InputError(
+            "the file exists",
+            field="--out",
+            got=str(out),
+            allowed="a new file",
+            remedy="Name another file, or use --overwrite",
+        )
     source = resources.files("shardwright.audit").joinpath("recorder.py")
     write_text(out, source.read_text(encoding="utf-8"))
     sys.stdout.write(f"recorder: {out}\n")

@@ -180,7 +180,7 @@ def _check_validation(context: ChecklistContext) -> Iterator[Finding]:
 
 
 def _check_weights(context: ChecklistContext) -> Iterator[Finding]:
-    num_parameters = format_count(context.model_shape.num_parameters)
+    num_parameters = format_count(context.trained_shape.num_parameters)
     if not context.original_recipe.model.is_pretrained:
         value = f"{num_parameters} parameters, initialised from the seed"
         yield Finding("model", "weights", "pass", value)

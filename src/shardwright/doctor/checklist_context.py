@@ -63,6 +63,15 @@ class ChecklistContext:
         return read_recipe_shape(self.original_recipe)
 
     @cached_property
+    def trained_shape(self) -> ModelShape:
+        """Shape with the tokenizer's vocabulary, which a recipe may leave open, if the data is
+        tokenised; otherwise `model_shape`."""
+        with suppress(ShardwrightError):  # the checks of layout and data report it
+            if self.preflight_result is not None:
+                return self.preflight_result.shape
+        return self.model_shape
+
+    @cached_property
     def run_folder(self) -> RunFolder:
         """Folder with recipe, events and checkpoints of the run."""
         return RunFolder.from_recipe(self.original_recipe)
@@ -107,8 +116,9 @@ class ChecklistContext:
         """Bytes of one checkpoint: master weights and optimizer states of all parameters."""
         candidate = build_template(self.original_recipe)
         costs = OPTIMIZER_COSTS[candidate.optimizer]
-        num_bytes = self.model_shape.num_parameters * (candidate.master_bytes + costs.state_bytes)
-        others = [spec for spec in self.model_shape.list_parameters() if not spec.is_block_matrix]
+        shape = self.trained_shape
+        num_bytes = shape.num_parameters * (candidate.master_bytes + costs.state_bytes)
+        others = [spec for spec in shape.list_parameters() if not spec.is_block_matrix]
         return num_bytes + sum(spec.num_elements for spec in others) * costs.other_bytes
 
     @cached_property

@@ -17,7 +17,7 @@ from shardwright.doctor.finding import Finding, Verdict
 from shardwright.doctor.storage import OutputFolder, find_existing_folder, time_write
 from shardwright.errors import CheckpointError
 from shardwright.training.resume_point import find_resume_point
-from shardwright.units import format_bytes, format_seconds
+from shardwright.units import format_bytes, format_bytes_per_second, format_seconds
 
 GPU_HOURS_PER_FAILURE = 50_675.0
 """Unexpected interruptions of Llama 3 405B: 419 in 54 days on 16,384 H100s.
@@ -102,7 +102,7 @@ def check_checkpoints(context: ChecklistContext) -> Iterator[Finding]:
     value = (
         f"{result.path}: {format_bytes(free)} free, "
         f"{format_bytes(num_checkpoints * checkpoint_bytes)} needed; "
-        f"{result.bytes_per_second / 1e6:.3g} MB/s with fsync, "
+        f"{format_bytes_per_second(result.bytes_per_second)} with fsync, "
         f"{format_seconds(save_seconds)} per save by one rank"
     )
     verdict: Verdict = "pass" if free > 1.1 * num_checkpoints * checkpoint_bytes else "fail"
@@ -276,6 +276,8 @@ def check_resume(context: ChecklistContext) -> Iterator[Finding]:
             value = f"{folder.path} contains no run; training starts at step 0"
             yield Finding("recovery", "resume", "pass", value)
             return
+        if (save := folder.find_last_save()) is not None:
+            raise folder.build_loss_error(save.step or 0, save.path)
         value = f"{folder.path} contains a run without a checkpoint"
         remedy = (
             f"shardwright train {context.recipe_path} --resume starts it again; "

@@ -280,7 +280,7 @@ def judge_rendezvous(rendezvous: Rendezvous) -> list[Finding]:
         nodes.setdefault(seat.node, []).append(rank)
     value = (
         f"{rendezvous.world_size} ranks on {format_items(len(nodes), 'node')} connected "
-        f"at {rendezvous.endpoint} in {rendezvous.seconds:.1f} s"
+        f"at {rendezvous.endpoint} in {format_seconds(rendezvous.seconds)}"
     )
     numbers = {"seconds": rendezvous.seconds, "nodes": len(nodes)}
     findings = [Finding(SECTION, "rendezvous", "pass", value, numbers=numbers)]

@@ -14,7 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwright.doctor.finding import Finding, Verdict, format_ranks
-from shardwright.units import GIB_BYTES, MIB_BYTES, format_bytes
+from shardwright.units import (
+    GIB_BYTES,
+    MIB_BYTES,
+    format_bytes,
+    format_bytes_per_second,
+    format_seconds,
+)
 
 SECTION = "storage"
 
@@ -175,7 +181,7 @@ def judge_writes(
         fullest = min(by_rank.values(), key=lambda item: item.free_bytes)
         value = (
             f"{slowest.path}: {format_bytes(fullest.free_bytes)} free, "
-            f"{slowest.bytes_per_second / 1e6:.3g} MB/s with fsync"
+            f"{format_bytes_per_second(slowest.bytes_per_second)} with fsync"
         )
         verdict: Verdict = "pass"
         remedy = ""
@@ -217,7 +223,7 @@ def judge_visibility(
         incomplete = {rank: result for rank, result in by_rank.items() if result.missing_ranks}
         if not incomplete:
             slowest = max(result.seconds for result in by_rank.values())
-            value = f"seen by {len(by_rank)} ranks within {slowest:.1f} s"
+            value = f"seen by {len(by_rank)} ranks within {format_seconds(slowest)}"
             findings.append(Finding(SECTION, name, "pass", value, numbers={"seconds": slowest}))
             continue
         rank, result = min(

@@ -126,6 +126,17 @@ class PlanningResult:
             select_indistinguishable([p for p in known if not p.is_tight] or known),
         )
 
+    @property
+    def choice_reason(self) -> str:
+        """Reason why the chosen layout is not the first of the list, as a noun phrase; empty if
+        it is the first and can be distinguished from all others."""
+        if self.chosen is None or not self.predictions:
+            return ""
+        if (count := len(self.alternatives)) > 1:
+            kind = "fastest measured" if self.chosen.is_measured else "simplest"
+            return f"the {kind} of {count} indistinguishable layouts"
+        return "" if self.chosen is self.predictions[0] else "the fastest that is not tight"
+
     def __repr__(self) -> str:
         def describe(prediction: Prediction) -> str:
             candidate = prediction.candidate

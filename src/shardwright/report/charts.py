@@ -18,7 +18,14 @@ from shardwright.report.rank_charts import (
     build_wait_chart,
 )
 from shardwright.report.recorded_run import Run
-from shardwright.report.step_charts import build_loss_chart, build_value_chart, compute_gigabytes
+from shardwright.report.step_charts import (
+    BYTE_UNITS,
+    SHARE_UNITS,
+    TIME_UNITS,
+    build_loss_chart,
+    build_value_chart,
+    choose_unit,
+)
 from shardwright.telemetry.event_log import StepEvent
 
 
@@ -64,7 +71,7 @@ def build_charts(runs: Sequence[Run]) -> list[Chart]:
             "expert-load", "Busiest expert", "tokens / even share", lambda s: s.expert_load
         ),
         *_build_rounding_charts(runs, axis),
-        *_build_offload_charts(build_curves_from_zero),
+        *_build_offload_charts(runs, build_curves_from_zero),
         build_temperature_chart(runs, axis),
         *(
             build_time_chart(run, axis, f"time-{index}", is_single_run=len(runs) == 1)
@@ -96,7 +103,7 @@ def _build_reward_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
     ]
 
 
-def _build_offload_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
+def _build_offload_charts(runs: Sequence[Run], build_curves: Callable[..., Chart]) -> list[Chart]:
     """Build charts of the bytes that offloading moves, and of the time it waits for them."""
     charts = []
     for name, subject in (
@@ -108,38 +115,37 @@ def _build_offload_charts(build_curves: Callable[..., Chart]) -> list[Chart]:
             attrgetter(f"{name}_{field}")
             for field in ("read_bytes", "written_bytes", "waiting_seconds")
         )
+        unit, moved = choose_unit(runs, partial(_sum_bytes, read, written), BYTE_UNITS)
+        time_unit, waited = choose_unit(runs, waiting, TIME_UNITS)
         charts += [
             build_curves(
-                f"{name}-bytes",
-                f"Transfers of {subject}",
-                "GB per step on rank 0",
-                partial(_sum_gigabytes, read, written),
+                f"{name}-bytes", f"Transfers of {subject}", f"{unit} per step on rank 0", moved
             ),
             build_curves(
                 f"{name}-waiting",
                 f"Waiting for {subject}",
-                "seconds per step on rank 0",
-                waiting,
+                f"{time_unit} per step on rank 0",
+                waited,
             ),
         ]
     return charts
 
 
-def _sum_gigabytes(
+def _sum_bytes(
     read: Callable[[StepEvent], int | None],
     written: Callable[[StepEvent], int | None],
     step: StepEvent,
-) -> float | None:
-    """Return the gigabytes that a step moved; frozen weights are not written."""
-    return compute_gigabytes(read(step), written(step) or 0)
+) -> int | None:
+    """Return the bytes that a step moved; frozen weights are not written."""
+    read_bytes = read(step)
+    return None if read_bytes is None else read_bytes + (written(step) or 0)
 
 
 def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
     """Build charts of the quantised operands that rounding changed, for every kind of layer."""
 
-    def read_flushed_percent(kind: str, step: StepEvent) -> float | None:
-        fraction = (step.fp8_flushed or {}).get(kind)
-        return None if fraction is None else 100.0 * fraction
+    def read_flushed(kind: str, step: StepEvent) -> float | None:
+        return (step.fp8_flushed or {}).get(kind)
 
     def read_saturated(kind: str, step: StepEvent) -> float | None:
         return (step.fp8_saturated or {}).get(kind)
@@ -152,14 +158,14 @@ def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
             build_curves(
                 f"fp8-flushed-{kind}",
                 f"Quantised operands rounded to zero: {kind}",
-                "% of elements",
-                partial(read_flushed_percent, kind),
+                *choose_unit(runs, partial(read_flushed, kind), SHARE_UNITS),
             ),
             build_curves(
                 f"fp8-saturated-{kind}",
                 f"Saturated quantised operands: {kind}",
                 "elements, all ranks",
                 partial(read_saturated, kind),
+                is_whole=True,
             ),
         )
     ]

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwright.report.axis_scale import AxisScale, find_ticks, format_ticks, pad_range
 from shardwright.report.downsampling import FloatArray, thin_points
+from shardwright.report.name_shortening import shorten, shorten_distinctly
 
 NUM_COLOURS = 6
 GREY = -1
@@ -77,6 +78,8 @@ class ChartFrame:
     y_label: str = ""
     is_y_log: bool = False
     should_start_at_zero: bool = False
+    is_y_whole: bool = False
+    """Ticks at whole numbers only, for counts; the axis then reaches at least 1."""
     y_range: tuple[float, float] | None = None
     """Default: range of the data. The chart's note should mention clipped values."""
     rules: tuple[tuple[float, str], ...] = ()
@@ -219,6 +222,8 @@ def _layout_canvas(visible_series: list[Series], frame: ChartFrame, title: str) 
         if frame.should_start_at_zero or any(s.style == "area" for s in visible_series):
             # Some space above: a constant line at the very top would look like a border.
             low, high = 0.0, max(high, 1.04 * max(values), 1e-12)
+    if frame.is_y_whole:
+        high = max(high, 1.0)
     names = [s.name for s in visible_series if s.is_labelled]
     is_direct = frame.labels == "direct" and bool(names)
     right = frame.width - (
@@ -230,7 +235,7 @@ def _layout_canvas(visible_series: list[Series], frame: ChartFrame, title: str) 
     frame = replace(frame, height=frame.height + 18 * max(0, len(rows) - 2))
     top = legend_top + 18 * len(rows) + 28
     bottom = frame.height - 34.0
-    ticks = format_ticks(find_ticks(low, high, 5, is_log=frame.is_y_log))
+    ticks = format_ticks(find_ticks(low, high, 5, is_log=frame.is_y_log, is_whole=frame.is_y_whole))
     left = 16 + _CHARACTER_PIXELS * max((len(tick) for tick in ticks), default=1)
     x_scale = AxisScale(x_low, x_high, left, right)
     y_scale = AxisScale(low, high, bottom, top, frame.is_y_log)
@@ -241,7 +246,11 @@ def _draw_axes(canvas: _Canvas) -> None:
     frame = canvas.frame
     out = canvas.parts
     y_ticks = find_ticks(
-        canvas.y.low, canvas.y.high, 5 if frame.height >= 200 else 3, is_log=frame.is_y_log
+        canvas.y.low,
+        canvas.y.high,
+        5 if frame.height >= 200 else 3,
+        is_log=frame.is_y_log,
+        is_whole=frame.is_y_whole,
     )
     for tick, text in zip(y_ticks, format_ticks(y_ticks), strict=True):
         y = canvas.y(tick)
@@ -413,33 +422,3 @@ def _layout_legend(names: list[str], width: float) -> list[list[str]]:
 
 def _measure_legend(name: str) -> float:
     return _CHARACTER_PIXELS * min(40, len(name)) + 16
-
-
-def shorten_distinctly(names: Sequence[str], length: int) -> dict[str, str]:
-    """Shorten names to `length` characters, without a common prefix if they would be equal.
-
-    >>> shorten_distinctly(["sweep-rate-1e-4-long", "sweep-rate-3e-4-long"], 12)
-    {'sweep-rate-1e-4-long': '…1e-4-long', 'sweep-rate-3e-4-long': '…3e-4-long'}
-    """
-    shortened = {name: shorten(name, length) for name in names}
-    if len(set(shortened.values())) == len(shortened):
-        return shortened
-    first = min(shortened)
-    last = max(shortened)  # a common prefix of first and last is common to all
-    prefix = first[
-        : next(
-            (index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-            len(first),
-        )
-    ]
-    begin = max(prefix.rfind(separator) for separator in "-_/. ") + 1
-    return {name: shorten("…" + name[begin:] if begin else name, length) for name in shortened}
-
-
-def shorten(name: str, length: int) -> str:
-    """Shorten a name to at most `length` characters.
-
-    >>> shorten("abcdef", 4)
-    'abc…'
-    """
-    return name if len(name) <= length else name[: length - 1] + "…"

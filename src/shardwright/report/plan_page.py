@@ -40,12 +40,15 @@ def render_plan(name: str, cluster: Cluster, result: PlanningResult) -> str:
         f"{cluster.num_gpus} x {cluster.accelerator.name}. "
         f"Predicted, not measured. Rates: {cluster.rates_source}."
     )
+    layouts = result.predictions
+    if chosen is not None and not any(layout is chosen for layout in layouts):
+        layouts = (*layouts, chosen)
     panels = [
         panel
         for panel in (
-            _build_layout_panel(result.predictions),
-            _build_memory_panel(result.predictions),
-            _build_time_panel(result.predictions),
+            _build_layout_panel(layouts, result),
+            _build_memory_panel(layouts),
+            _build_time_panel(layouts),
             _build_scaling_panel(result),
         )
         if panel
@@ -76,7 +79,7 @@ def render_plan(name: str, cluster: Cluster, result: PlanningResult) -> str:
     return render_panel_page(f"Plan: {name}", lead, panels, facts=facts)
 
 
-def _build_layout_panel(layouts: Sequence[Prediction]) -> Panel | None:
+def _build_layout_panel(layouts: Sequence[Prediction], result: PlanningResult) -> Panel | None:
     if not layouts:
         return None
     rows = tuple(
@@ -100,7 +103,10 @@ def _build_layout_panel(layouts: Sequence[Prediction]) -> Panel | None:
         description="Layouts by throughput",
     )
     table = Table(("layout", "tokens/s", "MFU", "step", "memory", "fits"), rows)
-    return Panel("layouts", "Layouts by predicted throughput", "", pictures, table, is_wide=True)
+    note = ""
+    if result.chosen is not None and result.choice_reason:
+        note = f"Chosen: {result.chosen.candidate.describe()}, {result.choice_reason}."
+    return Panel("layouts", "Layouts by predicted throughput", note, pictures, table, is_wide=True)
 
 
 def _build_memory_panel(layouts: Sequence[Prediction]) -> Panel | None:

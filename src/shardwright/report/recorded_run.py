@@ -16,6 +16,7 @@ import numpy as np
 from shardwright.errors import InputError
 from shardwright.files import read_text
 from shardwright.report.downsampling import FloatArray, smooth_values
+from shardwright.report.run_settings import describe_settings
 from shardwright.telemetry.event_log import (
     MEASUREMENT_TYPES,
     CheckpointEvent,
@@ -249,6 +250,7 @@ def summarise_run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "status": run.status,
         "layout": start.layout if start else None,
+        **describe_settings(start),
         "world_size": start.world_size if start else None,
         "host": start.host if start else None,
         "devices": list(start.devices) if start else [],

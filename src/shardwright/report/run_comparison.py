@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.config.low_precision import FP8Section
 from shardwright.errors import InputError
 from shardwright.report.downsampling import FloatArray
 from shardwright.report.recorded_run import Run
+from shardwright.report.run_settings import name_precision
 from shardwright.telemetry.event_log import SkippedStepEvent
 
 SCHEMA_VERSION = 1
@@ -180,15 +180,8 @@ def choose_tolerance(run: Run, reference: Run) -> tuple[float, str]:
 
 
 def _describe_precision(run: Run) -> str | None:
-    """Return the precision of a run's products, from its recorded recipe."""
     assert run.start is not None
-    section = run.start.recipe.get("precision")
-    if not isinstance(section, dict) or "kind" not in section:
-        return None
-    if section["kind"] != "fp8":
-        return str(section["kind"])
-    options = section.get("fp8")
-    return f"fp8 {(options or {}).get('recipe', FP8Section().recipe)}"
+    return name_precision(run.start)
 
 
 def _check_comparable(run: Run, reference: Run) -> None:

@@ -35,6 +35,7 @@ from shardwright.report.part_panels import (
 from shardwright.report.pipeline_panels import build_pipeline_panels
 from shardwright.report.rank_panel import build_rank_panel
 from shardwright.report.recorded_run import RUNNING_STATUS, Run, summarise_run
+from shardwright.report.run_settings import describe_settings, list_settings
 from shardwright.telemetry.event_log import SkippedStepEvent, WarningEvent
 from shardwright.telemetry.sinks import describe_event
 from shardwright.units import (
@@ -103,7 +104,8 @@ def _render_run_head(run: Run, summary: dict[str, Any]) -> str:
     if start is not None:
         lead = (
             f"{format_count(start.num_parameters)} parameters · layout {start.layout} · "
-            f"{format_items(start.world_size, 'rank')} on {start.host}"
+            + "".join(f"{setting} · " for setting in list_settings(summary))
+            + f"{format_items(start.world_size, 'rank')} on {start.host}"
         )
     folder = run.path.resolve().name
     if folder != run.name:
@@ -169,13 +171,13 @@ def _format_loss(value: float | None) -> str | None:
 
 def _render_runs_head(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) -> str:
     columns = (
-        "run", "status", "layout", "steps", "training loss", "best validation", "tokens/s",
-        "MFU", "peak memory", "time",
+        "run", "status", "layout", "settings", "steps", "training loss", "best validation",
+        "tokens/s", "MFU", "peak memory", "time",
     )  # fmt: skip
     rows = []
     for index, (run, s) in enumerate(zip(runs, summaries, strict=True)):
         cells = (
-            s["status"], s["layout"] or "", f"{s['steps']:,}",
+            s["status"], s["layout"] or "", ", ".join(list_settings(s)), f"{s['steps']:,}",
             _format_loss(s["training_loss"]) or "",
             _format_loss(s["best_validation_loss"]) or "",
             _format_optional(s["tokens_per_second"], format_count) or "",
@@ -202,7 +204,9 @@ def _render_runs_head(runs: Sequence[Run], summaries: Sequence[dict[str, Any]]) 
 
 
 def _format_alignment(column: str) -> str:
-    """Return the class of left-aligned columns, which contain text."""
+    """Return the class of left-aligned columns, which contain text; settings wrap."""
+    if column == "settings":
+        return ' class="text wrap"'
     return ' class="text"' if column in ("run", "status", "layout") else ""
 
 
@@ -356,6 +360,7 @@ def _render_setup(run: Run, *, should_name_run: bool) -> str:
         "host": start.host,
         "devices": ", ".join(dict.fromkeys(start.devices)),
         "layout": start.layout,
+        **{name: text or "not recorded" for name, text in describe_settings(start).items()},
         "batch": f"{start.global_batch_tokens:,} tokens per step",
         "parameters": f"{start.num_parameters:,}",
         "model FLOPs per token": format_count(start.flops_per_token)

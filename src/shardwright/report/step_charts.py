@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,17 +15,44 @@ from shardwright.report.chart_data import (
     build_step_table,
     format_clipped_note,
 )
-from shardwright.report.downsampling import smooth_values
+from shardwright.report.downsampling import FloatArray, smooth_values
 from shardwright.report.line_chart import ChartFrame, Series
 from shardwright.report.recorded_run import Run
 from shardwright.telemetry.event_log import ResumeEvent, StepEvent
 
 
-def compute_gigabytes(read_bytes: int | None, written_bytes: int | None) -> float | None:
-    """Return the GB that a step read and wrote; None if it did not record them."""
-    return (
-        None if read_bytes is None or written_bytes is None else (read_bytes + written_bytes) / 1e9
-    )
+@dataclass(frozen=True)
+class AxisUnit:
+    """Unit of a chart's values."""
+
+    label: str
+    size: float
+    """One of the unit, in the unit of the events."""
+    smallest: float
+    """Least largest value, in the unit of the events, of charts in this unit."""
+
+
+BYTE_UNITS = (AxisUnit("GB", 1e9, 1e9), AxisUnit("MB", 1e6, 1e6), AxisUnit("kB", 1e3, 0.0))
+TIME_UNITS = (AxisUnit("s", 1.0, 1.0), AxisUnit("ms", 1e-3, 0.0))
+SHARE_UNITS = (AxisUnit("% of elements", 0.01, 1e-3), AxisUnit("elements per million", 1e-6, 0.0))
+
+
+def choose_unit(
+    runs: Sequence[Run], value: Callable[[StepEvent], float | None], units: Sequence[AxisUnit]
+) -> tuple[str, Callable[[StepEvent], float | None]]:
+    """Choose the first unit, of descending ones, that is not too large for the values.
+
+    Returns:
+        The unit's label, and `value` in this unit.
+    """
+    largest = max((v for run in runs for s in run.steps if (v := value(s)) is not None), default=0)
+    unit = next((unit for unit in units if largest >= unit.smallest), units[-1])
+
+    def convert(step: StepEvent) -> float | None:
+        found = value(step)
+        return None if found is None else found / unit.size
+
+    return unit.label, convert
 
 
 def _list_resume_marks(run: Run) -> tuple[tuple[float, str], ...]:
@@ -94,9 +122,28 @@ def build_loss_chart(runs: Sequence[Run], axis: StepAxis) -> Chart:
     )
 
 
-def _format_smoothing_note(runs: Sequence[Run]) -> str:
+def _format_smoothing_note(runs: Sequence[Run], *, is_sparse: bool) -> str:
     width = max(run.smoothing_half_width for run in runs)
-    return f"Bold: mean over {2 * width + 1:,} steps; faint: every step." if width else ""
+    step = "recorded step" if is_sparse else "step"
+    return f"Bold: mean over {2 * width + 1:,} {step}s; faint: every {step}." if width else ""
+
+
+def _is_sparse(values: FloatArray) -> bool:
+    """Return True for values that only every `run.log_every_steps`-th step has."""
+    return 0 < int(np.isfinite(values).sum()) < 0.6 * len(values)
+
+
+def _read_curve(
+    run: Run, axis: StepAxis, value: Callable[[StepEvent], float | None]
+) -> tuple[FloatArray, FloatArray]:
+    """Return positions and values of all steps; of the recorded ones, if the values are sparse.
+
+    A mean over neighbouring steps would otherwise be that of one value.
+    """
+    x = axis.compute_step_positions(run)
+    y = run.build_curve(value)
+    is_shown = np.isfinite(y) if _is_sparse(y) else np.full(len(y), True)
+    return x[is_shown], y[is_shown]
 
 
 def _compute_robust_range(
@@ -126,13 +173,14 @@ def build_value_chart(
     *,
     is_smoothed: bool = True,
     should_start_at_zero: bool = False,
+    is_whole: bool = False,
 ) -> Chart:
-    """Build a chart of one number per step with one curve per run."""
+    """Build a chart of one number per step with one curve per run; `is_whole` is for counts."""
     raw = []
     lines = []
+    is_sparse = any(_is_sparse(run.build_curve(value)) for run in runs)
     for colour, run in enumerate(runs):
-        x = axis.compute_step_positions(run)
-        y = run.build_curve(value)
+        x, y = _read_curve(run, axis, value)
         half_width = run.smoothing_half_width if is_smoothed else 0
         if half_width:
             raw.append(Series(f"{run.name}, every step", x, y, colour, "faint", is_labelled=False))
@@ -175,11 +223,12 @@ def build_value_chart(
         y_label=label,
         is_y_log=is_log,
         should_start_at_zero=should_start_at_zero,
+        is_y_whole=is_whole,
         y_range=y_range,
         rules=rules,
     )
     note = (
-        _format_smoothing_note(runs) if is_smoothed else "At every step."
+        _format_smoothing_note(runs, is_sparse=is_sparse) if is_smoothed else "At every step."
     ) + format_clipped_note(clipped)
     table = build_step_table(axis, runs, [(label, lambda run: run.build_curve(value))])
     return Chart(key, title, (*raw, *lines), frame, table, note, hover_series=tuple(lines))

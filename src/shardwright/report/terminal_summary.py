@@ -53,6 +53,7 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
             if summary["layout"]
             else None,
         ),
+        *((name, summary[name]) for name in ("precision", "optimizer", "offload")),
         (
             "steps",
             f"{summary['steps']:,}"

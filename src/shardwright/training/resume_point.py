@@ -105,7 +105,7 @@ def find_resume_point(
             all fields below it.
 
     Raises:
-        CheckpointError: The checkpoints are damaged, or the recipe has changed too much.
+        CheckpointError: The checkpoints are damaged or lost, or the recipe has changed too much.
     """
     found = find_newest_checkpoint(folder.checkpoints, group=get_host_group(), should_cache=True)
     if found is None:
@@ -115,6 +115,7 @@ def find_resume_point(
                 field="run.dir",
                 got=str(folder.checkpoints),
             )
+        _check_nothing_lost(folder)
         return None
     values = read_run_values(found, group=get_host_group())
     allowed, refused = split_allowed(
@@ -139,6 +140,22 @@ def find_resume_point(
             "or resume anyway (--allow-drift FIELD)",
         )
     return ResumePoint(found, values, tuple(allowed))
+
+
+def _check_nothing_lost(folder: RunFolder) -> None:
+    """Refuse to start a run again whose checkpoints have vanished since they were saved.
+
+    Collective: other nodes may not see the events, and would wait for the first rank otherwise.
+
+    Raises:
+        CheckpointError: The run's events record a save.
+    """
+    ranks = RankGroup(get_host_group())
+    save = folder.find_last_save() if ranks.is_first else None
+    found = ranks.broadcast_first(None if save is None else [save.step or 0, save.path])
+    if found is not None:
+        step, path = found
+        raise folder.build_loss_error(step, path)
 
 
 def find_rollback_point(folder: RunFolder, max_step: int) -> ResumePoint | None:

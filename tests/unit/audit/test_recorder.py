@@ -25,6 +25,7 @@ from shardwright.audit.recorder import (
     strip_wrappers,
 )
 from shardwright.cli.main import run as shardwright
+from shardwright.errors import ExitCode
 from shardwright.optim.local_updates import AdamW
 from shardwright.optim.sharded_optimizer import DeviceFactor
 from tests.unit.audit.simulated_trainer import build_initial_model
@@ -109,6 +110,22 @@ def test_hooks_are_removed_after_a_step_and_after_an_error(tmp_path: Path) -> No
     assert nn.utils.clip_grad_norm_ is original
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+
+
+def test_the_file_of_the_recorder_replaces_another_only_with_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "recorder.py"
+    path.write_text("mine\n")
+    for words in ([], ["--out", str(path)]):
+        assert shardwright(["audit", "recorder", *words]) == ExitCode.WRONG_INPUT
+        error = capsys.readouterr().err
+        assert "recorder.py" in error
+        assert "--overwrite" in error
+        assert path.read_text() == "mine\n"
+    assert shardwright(["audit", "recorder", "--overwrite"]) == ExitCode.DONE
+    assert "class Recorder" in path.read_text()
 
 
 def test_a_copy_of_the_file_works_where_shardwright_cannot_be_imported(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from shardwright.doctor.recovery_checks import (
     estimate_lost_share,
 )
 from shardwright.telemetry.event_log import EventWriter
+from shardwright.training.checks.run_checks import validate_run
+from shardwright.units import format_bytes, format_count
 
 
 @pytest.fixture
@@ -88,6 +90,18 @@ def test_a_complete_recipe_passes(document: dict[str, Any]) -> None:
         "size", "checkpoint folder", "saved often enough", "restarts", "time-outs", "resume",
         "seed",
     } == names  # fmt: skip
+
+
+def test_parameters_are_counted_with_the_tokenizers_vocabulary(document: dict[str, Any]) -> None:
+    recipe = change_recipe(document)
+    assert "vocab_size" not in document["model"]["config"]
+    num_parameters = validate_run(recipe, 2).shape.num_parameters
+    findings = {finding.name: finding for finding in check_recipe(recipe, 2, "r.yaml")}
+    assert findings["weights"].value == (
+        f"{format_count(num_parameters)} parameters, initialised from the seed"
+    )
+    # fp32 master weights and two moments.
+    assert findings["size"].value.startswith(f"{format_bytes(12 * num_parameters)} each")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +196,16 @@ def test_an_existing_run_without_a_checkpoint_is_reported(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("name: sums\n")
     assert "--resume" in collect_problems(change_recipe(document))["resume"].remedy
+
+
+def test_vanished_checkpoints_are_reported(document: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("name: sums\n")
+    with EventWriter(tmp_path / "run") as events:
+        events.write("checkpoint", step=4, path="step-00000004", size_bytes=1, seconds=1.0)
+    finding = collect_problems(change_recipe(document))["resume"]
+    assert finding.verdict == "fail"
+    assert "the run has saved step-00000004 at step 4" in finding.value
 
 
 def test_damaged_checkpoints_are_reported(document: dict[str, Any], tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ from shardwright.doctor.stage_watchdog import (
 )
 from shardwright.doctor.storage import (
     OutputFolder,
+    WriteResult,
     check_visibility,
     find_existing_folder,
+    judge_writes,
     time_write,
 )
 from shardwright.errors import RankFailed
@@ -230,6 +232,15 @@ def test_a_slow_disk_is_tested_with_a_smaller_file(
         results_by_rank = time_write(OutputFolder("runs", str(tmp_path), True))
         assert written == pytest.approx(sizes, rel=1e-6)
         assert results_by_rank.bytes_per_second == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(1.28e9, "1.28 GB/s"), (9.996e8, "1 GB/s"), (5.88e8, "588 MB/s")]
+)
+def test_rates_of_folders_have_a_unit_of_their_size(rate: float, text: str) -> None:
+    result = WriteResult("run folder", "/run", free_bytes=2**40, bytes_per_second=rate)
+    (finding,) = judge_writes({0: [result]}, {0: "a"})
+    assert finding.value.endswith(f" free, {text} with fsync")
 
 
 def test_ranks_that_reach_the_clock_exchange_too_late_are_skipped() -> None:

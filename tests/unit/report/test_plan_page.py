@@ -62,6 +62,26 @@ def test_a_plan_is_written_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert f'aria-label="{picture}"' in page
 
 
+@pytest.mark.parametrize("num_listed", ["1", "5"])
+def test_the_page_of_a_plan_draws_and_explains_the_chosen_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_listed: str
+) -> None:
+    out = tmp_path / "plan.html"
+    recipe = str(RECIPES / "llama3-8b.yaml")
+    options = ["--cluster", "8xH100-80GB", "--top", num_listed, "--html", str(out)]
+    assert run(["plan", recipe, *options]) == ExitCode.DONE
+    printed = re.search(r"^chosen: (.*?): (the .*?)( \(~\))?$", capsys.readouterr().out, re.M)
+    assert printed is not None, "the fastest layout is tight, so another one is chosen"
+    layout = printed[1]
+    reason = printed[2]
+    page = html.unescape(out.read_text())
+    assert f"<p>Chosen: {layout}, {reason}.</p>" in page
+    for key in ("layouts", "memory", "time"):
+        section = re.search(rf'id="{key}">(.*?)</section>', page, flags=re.DOTALL)
+        assert section is not None
+        assert section[1].count(f"<td>{layout}</td>") == 1
+
+
 def test_a_schedule_is_written_as_a_page(tmp_path: Path) -> None:
     out = tmp_path / "schedule.html"
     assert (

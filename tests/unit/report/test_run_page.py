@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from shardwright.report.charts import build_charts
-from shardwright.report.recorded_run import load_runs
+from shardwright.report.recorded_run import load_run, load_runs, summarise_run
+from shardwright.report.terminal_summary import describe_run
 from tests.unit.report.pages import PageParser, render
 from tests.unit.report.samples import (
     falling,
@@ -187,6 +188,7 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
     assert "experts" not in page
     charts = {chart.key: chart for chart in build_charts(load_runs([run]))}
     values = {key: chart.series[0].y[-1] for key, chart in charts.items() if key.startswith("fp8")}
+    assert charts["fp8-flushed-mlp"].frame.y_label == "% of elements"
     assert values == {
         "fp8-flushed-attention": 25.0,
         "fp8-flushed-mlp": 50.0,
@@ -194,6 +196,35 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
         "fp8-saturated-mlp": 17.0,
     }
     assert "uantised operands" not in render(write_run(tmp_path / "wide", 3))
+
+
+def test_rare_rounding_to_zero_is_counted_per_million(tmp_path: Path) -> None:
+    steps = [make_step(i, 2.0, fp8_flushed={"attention": 6e-6}) for i in (1, 2)]
+    run = write_events(tmp_path / "run", [make_start_event(), *steps])
+    chart = next(c for c in build_charts(load_runs([run])) if c.key == "fp8-flushed-attention")
+    assert chart.frame.y_label == "elements per million"
+    assert chart.series[0].y.tolist() == pytest.approx([6.0, 6.0])
+    assert "<td>2</td><td>6</td>" in find_section(render(run), chart.key)
+
+
+def test_values_of_some_steps_are_averaged_over_those_that_have_them(tmp_path: Path) -> None:
+    shares = {i: {"mlp": 0.01 if i % 4 else 0.04} for i in range(2, 61, 2)}
+    steps = [make_step(i, 2.0, fp8_flushed=shares.get(i)) for i in range(1, 61)]
+    run = write_events(tmp_path / "run", [make_start_event(), *steps])
+    chart = next(c for c in build_charts(load_runs([run])) if c.key == "fp8-flushed-mlp")
+    assert chart.note == "Bold: mean over 3 recorded steps; faint: every recorded step."
+    raw, line = chart.series
+    assert raw.x.tolist() == line.x.tolist() == list(range(2, 61, 2))
+    assert raw.y[:3].tolist() == pytest.approx([1.0, 4.0, 1.0])
+    assert line.y[1:3].tolist() == pytest.approx([2.0, 3.0])
+
+
+@pytest.mark.parametrize(("count", "ticks"), [(0, ["0", "1"]), (3, ["0", "1", "2", "3"])])
+def test_saturated_elements_have_whole_ticks(tmp_path: Path, count: int, ticks: list[str]) -> None:
+    steps = [make_step(i, 2.0, fp8_saturated={"mlp": count}) for i in (1, 2)]
+    run = write_events(tmp_path / "run", [make_start_event(), *steps])
+    picture = find_section(render(run), "fp8-saturated-mlp").split("</svg>")[0]
+    assert re.findall(r'text-anchor="end">([\d.]+)</text>', picture) == ticks
 
 
 def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Path) -> None:
@@ -222,6 +253,34 @@ def test_offloaded_states_are_shown_beside_the_memory_of_the_device(tmp_path: Pa
         assert f'id="{name}-waiting"' in page
     assert 'id="activation-bytes"' not in page
     assert 'id="offload-bytes"' not in render(write_run(tmp_path / "resident", 3))
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "seconds", "labels", "values"),
+    [
+        (3_000_000, 9e-6, ("MB", "ms"), (4.0, 0.009)),
+        (5_000, 0.9, ("kB", "ms"), (5.5, 900.0)),
+        (3 * 10**9, 2.5, ("GB", "s"), (3.001, 2.5)),
+    ],
+)
+def test_units_of_transfers_and_waits_depend_on_their_sizes(
+    tmp_path: Path,
+    read_bytes: int,
+    seconds: float,
+    labels: tuple[str, str],
+    values: tuple[float, float],
+) -> None:
+    written_bytes = 10**6 if read_bytes > 10**6 else 500
+    step = make_step(
+        1, 2.0, offload_read_bytes=read_bytes, offload_written_bytes=written_bytes,
+        offload_waiting_seconds=seconds,
+    )  # fmt: skip
+    run = write_events(tmp_path / "run", [make_start_event(), step])
+    charts = {chart.key: chart for chart in build_charts(load_runs([run]))}
+    for key, label, value in zip(("bytes", "waiting"), labels, values, strict=True):
+        chart = charts[f"offload-{key}"]
+        assert chart.frame.y_label == f"{label} per step on rank 0"
+        assert chart.series[0].y.tolist() == pytest.approx([value])
 
 
 def test_temperature_and_throttled_clocks_are_shown(tmp_path: Path) -> None:
@@ -298,3 +357,46 @@ def test_runs_with_different_batches_share_an_axis_of_tokens(tmp_path: Path) -> 
     assert data["x"] == "tokens seen"
     assert f"<td>{64 * 2:,}</td><td>{falling(2):.4g}</td><td></td><td>{falling(1):.4g}</td>" in page
     assert [s["x"][-1] for s in data["series"]] == [20 * 64, 20 * 128]
+
+
+SETTINGS = {
+    "precision": {"kind": "fp8", "fp8": {"recipe": "mxfp8"}, "master_weights": "fp32"},
+    "optimizer": {"name": "muon"},
+    "offload": {"optimizer": "host", "parameters": "none", "activations": "disk"},
+}
+OFFLOADED = "optimizer states in host memory, saved tensors on disk"
+
+
+def test_precision_optimizer_and_offloading_are_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 5, recipe=SETTINGS)
+    page = render(run)
+    head = page[: page.index('class="charts"')]
+    assert f"fp8 mxfp8 · muon · {OFFLOADED} · 2 ranks" in head
+    for name, text in (("precision", "fp8 mxfp8"), ("optimizer", "muon"), ("offload", OFFLOADED)):
+        assert f"<dt>{name}</dt><dd>{text}</dd>" in page
+    other = write_run(
+        tmp_path / "other", 5,
+        recipe={
+            "precision": {"kind": "bf16", "master_weights": "bf16"},
+            "optimizer": {"name": "adamw"},
+            "offload": dict.fromkeys(("optimizer", "parameters", "activations"), "none"),
+        },
+    )  # fmt: skip
+    both = render(run, other)
+    assert f'<td class="text wrap">fp8 mxfp8, muon, {OFFLOADED}</td>' in both
+    assert '<td class="text wrap">bf16, master weights in bf16, adamw</td>' in both
+    assert "<dt>offload</dt><dd>none</dd>" in both
+
+
+def test_the_terminal_summary_names_precision_optimizer_and_offloading(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", 5, recipe=SETTINGS))
+    lines = describe_run(run, summarise_run(run))
+    assert lines[2:5] == [
+        "  precision       fp8 mxfp8",
+        "  optimizer       muon",
+        f"  offload         {OFFLOADED}",
+    ]
+    old = load_run(write_run(tmp_path / "old", 5))
+    text = "\n".join(describe_run(old, summarise_run(old)))
+    assert "precision" not in text
+    assert "<dt>precision</dt><dd>not recorded</dd>" in render(tmp_path / "old")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardwright.errors import CheckpointError, Preempted, SaveFailed
 from shardwright.inference.model_source import open_model_source
 from shardwright.launch.rank_outcome import LAUNCHER_VARIABLE
 from shardwright.telemetry.event_log import (
+    EVENTS_FILE_NAME,
     CheckpointEvent,
     EvaluationEvent,
     PreemptionEvent,
@@ -141,6 +143,46 @@ def test_resume_if_started_starts_or_resumes(tmp_path: Path) -> None:
     events = read_events(tmp_path / "run")
     assert [step.step for step in events.filter_by_type(StepEvent)] == [1, 2, 3]
     assert not any("starts again" in event.message for event in events.filter_by_type(WarningEvent))
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+@pytest.mark.parametrize("option", ["resume", "resume_if_started"])
+def test_a_run_does_not_start_again_after_its_checkpoints_vanished(
+    tmp_path: Path, option: str, is_emptied: bool
+) -> None:
+    train(build_recipe(tmp_path))
+    folder = tmp_path / "run"
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    if is_emptied:
+        (folder / "checkpoints").mkdir()
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    options: dict[str, Any] = {option: True}
+    message = r"checkpoint\.dir: it has no checkpoint, and the run has saved .*/step-00000002 at "
+    with pytest.raises(CheckpointError, match=message + r"step 2 .*start again at step 0, remove"):
+        train(build_recipe(tmp_path, max_steps=3), **options)
+    assert {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()} == before
+    if is_emptied:
+        (folder / "checkpoints").rmdir()
+    (tmp_path / "elsewhere").rename(folder / "checkpoints")
+    train(build_recipe(tmp_path, max_steps=3), **options)
+    steps = [event.step for event in read_events(folder) if isinstance(event, StepEvent)]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("option", ["resume", "resume_if_started"])
+def test_a_run_that_saved_nothing_starts_again(tmp_path: Path, option: str) -> None:
+    train(build_recipe(tmp_path))
+    folder = tmp_path / "run"
+    shutil.rmtree(folder / "checkpoints")
+    lines = (folder / EVENTS_FILE_NAME).read_text().splitlines(keepends=True)
+    unsaved = [line for line in lines if '"kind": "checkpoint"' not in line]
+    assert len(unsaved) < len(lines)
+    (folder / EVENTS_FILE_NAME).write_text("".join(unsaved))
+    summary = train(build_recipe(tmp_path), **{option: True})  # type: ignore[arg-type]
+    assert summary is not None
+    assert summary["steps"] == 2
+    warnings = read_events(folder).filter_by_type(WarningEvent)
+    assert any("starts again at step 0" in event.message for event in warnings)
 
 
 def test_allowed_changes_on_resume_are_reported(tmp_path: Path) -> None:

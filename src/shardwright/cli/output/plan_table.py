@@ -195,10 +195,9 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
 
 def _print_choice(console: Console, result: PlanningResult, chosen: Prediction) -> None:
     """Print the chosen layout with the reason, its intervals, and the warning if it is tight."""
-    reason = "" if chosen is result.predictions[0] else ": the fastest that is not tight"
-    if (count := len(result.alternatives)) > 1:
-        kind = "fastest measured" if chosen.is_measured else "simplest"
-        reason = f": the {kind} of {count} indistinguishable layouts (~)"
+    reason = f": {result.choice_reason}" if result.choice_reason else ""
+    if len(result.alternatives) > 1:
+        reason += " (~)"
     console.print(f"chosen: {chosen.candidate.describe()}{reason}", style="green")
     if chosen.warning is not None:
         console.print(f"warning: the chosen layout {chosen.warning}", style="yellow")
