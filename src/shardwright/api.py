@@ -372,11 +372,13 @@ def export(
             inference servers read them.
         quantise_exclude: patterns of weights that stay in `dtype`.
         max_shard_bytes: maximum size of one weights file.
+        should_overwrite: replace a folder that is not empty, if it contains nothing but a model.
         should_check: load the folder with transformers (or peft) and compare logits; otherwise
             the tensors are read back.
 
     Raises:
-        InputError: no model there, a folder that is not empty, or a value that is not allowed.
+        InputError: no model there, a folder that must not be written, or a value that is not
+            allowed.
     """
     import torch
 
@@ -388,8 +390,13 @@ def export(
     )
     from shardwright.inference.export import export_hf_folder, select_quantisation
     from shardwright.inference.model_source import open_model_source, parse_dtype
+    from shardwright.model.hf.export_folder import check_export_folder
 
+    # Before any weights are read: merging and comparing a large model takes minutes.
+    check_export_folder(folder, should_overwrite=should_overwrite, sources=(source,))
     model = open_model_source(source, checkpoint)
+    if model.base is not None:
+        check_export_folder(folder, should_overwrite=should_overwrite, sources=(model.base,))
     on_load(model)
     if model.shape.adapters is not None and not should_merge:
         refuse_quantised_adapters(quantise)

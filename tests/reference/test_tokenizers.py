@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from shardwright.data.tokens.tokenizer import Tokenizer
-from shardwright.data.tokens.tokenizer_loading import load_tokenizer, train_bpe, train_characters
+from shardwright.data.tokens.tokenizer_loading import (
+    describe_tokenizer_difference,
+    load_tokenizer,
+    train_bpe,
+    train_characters,
+)
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n\n\nclass A:\r\n\tpass\n"
 EDGES = ["", " ", "\n", "  return", "x\n", "\n\n x", "größer", TEXT]
@@ -55,3 +61,30 @@ def test_real_folders_give_the_same_ids(outside_data: Path) -> None:
     hf_tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("Once upon a time", "two  spaces", "?"):
         assert ours.encode(text) == hf_tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize(("family", "is_same"), [("llama", True), ("qwen2", False)])
+def test_a_tokenizer_that_transformers_replaces_is_described(
+    tmp_path: Path, family: str, is_same: bool
+) -> None:
+    """For qwen2, transformers takes its own pre-tokenizer, which splits numbers into digits."""
+    tokenizer = train_bpe(iter(["It's the 12,345th test: 7 + 8 = 15! " * 20]), 290)
+    tokenizer.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    difference = describe_tokenizer_difference(tmp_path, tokenizer)
+    if is_same:
+        assert difference is None
+    else:
+        assert difference is not None
+        assert "loads Qwen2Tokenizer, which gives other ids" in difference
+        assert "PreTrainedTokenizerFast" in difference
+
+
+def test_a_tokenizer_of_characters_and_a_real_one_are_the_same_in_transformers(
+    tmp_path: Path, outside_data: Path
+) -> None:
+    characters = train_characters(iter([TEXT]))
+    characters.save(tmp_path)
+    assert describe_tokenizer_difference(tmp_path, characters) is None
+    folder = outside_data / "models" / "babyllama105"
+    assert describe_tokenizer_difference(folder, load_tokenizer(folder)) is None

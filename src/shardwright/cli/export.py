@@ -59,7 +59,8 @@ def export_command(
         ),
     ] = 5.0,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a folder that is not empty.")
+        bool,
+        typer.Option("--overwrite", help="Replace a folder that contains nothing but a model."),
     ] = False,
     check: Annotated[
         bool,

@@ -88,7 +88,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return result if isinstance(result, int) else ExitCode.DONE
     except KeyboardInterrupt:
-        message = "interrupted; nothing was saved"
+        message = "interrupted; nothing new was saved"
         sys.stderr.write(f"{message}\n")
         return _report_end(ExitCode.INTERRUPTED, "Interrupted", message, as_json=as_json)
     except SystemExit as end:

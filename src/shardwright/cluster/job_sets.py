@@ -21,6 +21,7 @@ from shardwright.cluster.pods import (
     build_pod_spec,
     build_resources,
     build_variables,
+    escape_references,
     normalise_name,
 )
 from shardwright.errors import ExitCode, InputError
@@ -246,6 +247,6 @@ def _build_arguments(job: Job, number: str, address: str, port: str) -> list[str
         # The ranks of a single pod find each other on its own address.
         *(rendezvous if job.num_nodes > 1 else []),
         "--",
-        *job.build_train_arguments(),
+        *map(escape_references, job.build_train_arguments()),
         "--resume-if-begun",
     ]

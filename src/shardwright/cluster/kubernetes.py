@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,14 @@ _JOB_KINDS: dict[str, Callable[[Job, KubernetesOptions], list[dict[str, Any]]]] 
 """Functions that build the objects of a manifest, by the value of `--job-kind`."""
 
 
+_NOT_TEXT_IN_GO = re.compile(
+    r"[-+]?[0-9_.]+([eE][-+]?[0-9_]+)?|[-+]?0[xXoObB][0-9a-fA-F_]+|[-+]?\.(inf|nan)"
+    r"|y|n|yes|no|on|off|true|false|null|~",
+    re.IGNORECASE,
+)
+"""Plain scalars that go-yaml, which kubectl uses, may read as something else than text."""
+
+
 def build_manifest(job: Job, options: KubernetesOptions) -> str:
     """Return the YAML for `kubectl apply -f`.
 
@@ -39,7 +48,25 @@ def build_manifest(job: Job, options: KubernetesOptions) -> str:
         f"{job.num_nodes} x {job.ranks_per_node} ranks\n"
     )
     objects = _JOB_KINDS[job_kind](job, options)
-    return heading + "---\n".join(yaml.safe_dump(item, sort_keys=False) for item in objects)
+    return heading + "---\n".join(
+        yaml.dump(item, Dumper=_ManifestDumper, sort_keys=False) for item in objects
+    )
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Dumper that quotes each text that kubectl would read as a number or a truth value.
+
+    kubectl reads `1e3` as a number and `y` as true, which PyYAML writes without quotes; an
+    environment variable with another type than text is refused.
+    """
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _NOT_TEXT_IN_GO.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_ManifestDumper.add_representer(str, _represent_text)
 
 
 LAUNCHER = Launcher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from shardwright.errors import InputError
 _KUBERNETES_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 _GRACE_SECONDS = 30
 """Seconds between the end of the time for a save and Kubernetes killing the pod."""
+_SHARED_MEMORY_PATH = "/dev/shm"
 _SHARED_MEMORY_SIZE = "16Gi"
 """Size of /dev/shm for NCCL and data workers; the default of Kubernetes is 64 MiB."""
 
@@ -52,25 +54,53 @@ class KubernetesOptions:
                 field="--image",
                 remedy="Name an image with shardwright, e.g. --image registry/shardwright:1.0",
             )
+        if self.namespace is not None and not _KUBERNETES_NAME.match(self.namespace):
+            raise InputError(
+                "Kubernetes allows no namespace with this name",
+                field="--namespace",
+                got=repr(self.namespace),
+                allowed="at most 63 of a-z, 0-9 and -, with a letter or digit at both ends",
+            )
+        if self.working_dir is not None and not self.working_dir.startswith("/"):
+            raise InputError(
+                "pods start in an absolute path",
+                field="--working-dir",
+                got=repr(self.working_dir),
+                allowed="an absolute path in the pods, e.g. that of a --volume",
+            )
 
     def parse_volumes(self) -> list[tuple[str, str]]:
         """Parse the volumes into pairs of claim and mount path.
 
         Raises:
-            InputError: An entry is not CLAIM:/PATH.
+            InputError: An entry is not CLAIM:/PATH, or two have the same path.
         """
-        mounts = []
+        mounts: list[tuple[str, str]] = []
+        used = {_SHARED_MEMORY_PATH}
         for volume in self.volume or ():
             claim, colon, path = volume.partition(":")
-            if not colon or not _KUBERNETES_NAME.match(claim) or not path.startswith("/"):
+            if not colon or not _KUBERNETES_NAME.match(claim) or not _is_mount_path(path):
                 raise InputError(
                     "not a claim with a mount path",
                     field="--volume",
                     got=volume,
-                    allowed="CLAIM:/path",
+                    allowed="CLAIM:/path, without a further colon",
                 )
+            place = posixpath.normpath(path)
+            if place in used:
+                raise InputError(
+                    "this path has a mount already",
+                    field="--volume",
+                    got=volume,
+                    allowed=f"a different path for each volume, not {_SHARED_MEMORY_PATH}",
+                )
+            used.add(place)
             mounts.append((claim, path))
         return mounts
+
+
+def _is_mount_path(path: str) -> bool:
+    return path.startswith("/") and ":" not in path
 
 
 def list_volume_warnings(job: Job, options: KubernetesOptions) -> list[str]:
@@ -130,8 +160,19 @@ def build_image(options: KubernetesOptions) -> dict[str, Any]:
 
 
 def build_variables(variables: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return environment variables as a container lists them."""
-    return [{"name": key, "value": value} for key, value in variables.items()]
+    """Return environment variables as a container lists them, each with exactly its value."""
+    return [{"name": key, "value": escape_references(value)} for key, value in variables.items()]
+
+
+def escape_references(text: str) -> str:
+    """Return a value or an argument of a container that Kubernetes passes on unchanged.
+
+    It replaces `$(NAME)` by the variable NAME, and `$$` by `$`.
+
+    >>> escape_references("$(HOME) $HOME $$")
+    '$$(HOME) $HOME $$$'
+    """
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def build_resources(job: Job) -> dict[str, Any]:
@@ -147,7 +188,7 @@ def build_resources(job: Job) -> dict[str, Any]:
 def build_mounts(options: KubernetesOptions) -> list[dict[str, str]]:
     """Return the mounts of the volumes of `build_pod_spec`."""
     return [
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": "shared-memory", "mountPath": _SHARED_MEMORY_PATH},
         *(
             {"name": f"claim-{n}", "mountPath": path}
             for n, (_, path) in enumerate(options.parse_volumes())

@@ -13,11 +13,15 @@ from shardwright.cluster.pods import (
     build_pod_spec,
     build_resources,
     build_variables,
+    escape_references,
     normalise_name,
 )
 from shardwright.cluster.torchrun import build_torchrun_arguments
+from shardwright.errors import InputError
 
 _DEFAULT_PORT = 23456
+_OPERATOR_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that the operator sets, from which the pods find each other."""
 
 
 def build_pytorch_job(job: Job, options: KubernetesOptions) -> list[dict[str, Any]]:
@@ -27,7 +31,18 @@ def build_pytorch_job(job: Job, options: KubernetesOptions) -> list[dict[str, An
     fail and restart as well; all resume from the newest complete checkpoint. The operator gives
     up after `backoffLimit` container restarts. It does not distinguish the ranks' exit codes,
     which torchrun replaces by 1.
+
+    Raises:
+        InputError: `--env` sets a variable of the operator.
     """
+    for variable in _OPERATOR_VARIABLES:
+        if variable in job.environment:
+            raise InputError(
+                "the training operator sets this variable",
+                field="--env",
+                got=variable,
+                remedy="Remove it",
+            )
     replicas = {"Master": _build_replica(job, options, 1)}
     if job.num_nodes > 1:
         # Built twice: YAML would otherwise write an alias instead of the second template.
@@ -75,7 +90,7 @@ def _build_container(job: Job, options: KubernetesOptions) -> dict[str, Any]:
         "args": [
             f"--nnodes={job.num_nodes}",
             *(rendezvous or ["--standalone"]),
-            *build_torchrun_arguments(job),
+            *map(escape_references, build_torchrun_arguments(job)),
         ],
         "ports": [{"name": "pytorchjob-port", "containerPort": job.port or _DEFAULT_PORT}],
         "env": build_variables(variables),

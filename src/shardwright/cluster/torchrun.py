@@ -16,6 +16,8 @@ from shardwright.errors import InputError
 
 DEFAULT_PORT = 29500
 
+_HOST_WITH_PORT = re.compile(r"([^:]*|\[.*\]):[0-9]+")
+"""One colon and a number, or anything in brackets; an IPv6 address has two colons or more."""
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]+")
 
 
@@ -71,13 +73,28 @@ def _check_hosts(hosts: Sequence[str], num_nodes: int) -> None:
             allowed=f"{num_nodes} comma-separated names or addresses",
             remedy="Set --hosts node1,node2",
         )
-    for host in hosts:
+    for number, host in enumerate(hosts):
         if not _HOST.fullmatch(host):
             raise InputError(
                 "not a node address",
                 field="--hosts",
                 got=repr(host),
                 allowed="names or addresses, e.g. node1,node2",
+            )
+        if _HOST_WITH_PORT.fullmatch(host):
+            raise InputError(
+                "an address with a port",
+                field="--hosts",
+                got=repr(host),
+                allowed="names or addresses, e.g. node1,node2",
+                remedy="Set --port; all nodes use the port of the first",
+            )
+        if host in hosts[:number]:
+            raise InputError(
+                "this node is listed twice; its two commands would use the same GPUs",
+                field="--hosts",
+                got=repr(host),
+                allowed="each node once",
             )
 
 

@@ -72,6 +72,12 @@ _FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2}
 """`zero_stage` by entry of the list `fsdp`, which is used without `fsdp_config`."""
 
 _SHAREGPT_PROPERTIES = {"role": "from", "content": "value"}
+_SAME_AS_OURS: dict[str, tuple[Any, ...]] = {
+    "message_property_mappings": ({"role": "role", "content": "content"},),
+    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
+    "train_on_eos": ("turn",),
+}
+"""Settings of a data set whose values are what a recipe does by default."""
 _OFFLOAD_TIERS = {"offload": "host", "legacy": "host", "offload_disk": "disk", "disk": "disk"}
 """Our tier by Axolotl's value of `gradient_checkpointing` or `activation_offloading`."""
 _DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -309,6 +315,9 @@ def _read_sources(entries: Any, key: str, draft: RecipeDraft) -> list[dict[str, 
         if options.get("message_property_mappings") == _SHAREGPT_PROPERTIES:
             source["records"] = "sharegpt"
             del options["message_property_mappings"]
+        for name, values in _SAME_AS_OURS.items():
+            if options.get(name) in values:
+                del options[name]
         if options.pop("ds_type", None) in ("json", "jsonl"):
             source["format"] = "jsonl"
         for name, value in options.items():

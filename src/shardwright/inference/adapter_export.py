@@ -54,7 +54,8 @@ def export_adapters(
     Without peft installed, the check reads the folder back and compares bits.
 
     Raises:
-        InputError: The source has no adapters, the base has no folder, or `out` exists.
+        InputError: The source has no adapters, the base has no folder, or `out` must not
+            be written.
         CheckFailed: The logits or the bits differ.
     """
     adapters = _require_adapters(source)

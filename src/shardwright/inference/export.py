@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from shardwright.architecture import HFShape
+from shardwright.data.tokens.tokenizer_loading import describe_tokenizer_difference
 from shardwright.errors import CheckFailed, InputError
 from shardwright.inference.model_source import ModelSource, load_decoder
 from shardwright.model.hf.exported_tensors import (
@@ -52,28 +53,35 @@ def export_hf_folder(
     """Write the folder, check it, and remove it if the check fails.
 
     With `check`, transformers must load the folder and agree with our decoder, which needs the
-    model in memory in float32; it dequantises 8-bit weights. Without, each tensor is read back
+    model in memory in float32; it dequantises 8-bit weights. A warning says if its tokenizer gives
+    other ids than ours. Without, each tensor is read back
     and compared, one at a time.
 
     Args:
         quantisation: matrices that are stored in 8 bits, after rounding to `dtype`.
 
     Raises:
-        InputError: `out` exists, a tensor does not fit the dtype, or the check needs a package
-            that is not installed.
+        InputError: `out` must not be written, a tensor does not fit the dtype, or the check needs
+            a package that is not installed.
         CheckFailed: The folder's tensors or transformers' logits differ.
         RunFailed: The folder cannot be written.
     """
+
+    tokenizer = source.load_tokenizer() if source.has_tokenizer else None
 
     def agree(folder: Path) -> None:
         own_code = isinstance(source.shape, HFShape) and source.shape.code_folder is not None
         check_with_transformers(
             folder, compute_expected_logits(source, dtype, quantisation), trust_remote_code=own_code
         )
+        if tokenizer is not None and (
+            difference := describe_tokenizer_difference(folder, tokenizer)
+        ):
+            logger.warning("%s", difference)
 
     if check and quantisation is not None:
         _check_reader(quantisation)
-    if not source.has_tokenizer:
+    if tokenizer is None:
         logger.info("%s has no tokenizer: the folder is written without one", source.name)
     return write_hf_folder(
         out,
@@ -81,7 +89,7 @@ def export_hf_folder(
         source.read,
         dtype=dtype,
         quantisation=quantisation,
-        tokenizer=source.load_tokenizer() if source.has_tokenizer else None,
+        tokenizer=tokenizer,
         generation_config=source.generation_config,
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,

@@ -207,8 +207,13 @@ class RunCheckpointer:
                 is_best=is_best and section.keep_best,
             )
         except SaveFailed as error:
-            if is_last or SUPERSEDED_MESSAGE in str(error):
+            if SUPERSEDED_MESSAGE in str(error):
                 raise
+            if is_last:
+                raise SaveFailed(
+                    f"{error}. Remove the cause; --resume then repeats the steps since the newest "
+                    "checkpoint"
+                ) from error
             self.context.log_warning(str(error))
             return False
         self._blocking_seconds = self._stall_seconds = time.perf_counter() - start_seconds

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.checkpoint.commit import list_step_folders
-from shardwright.checkpoint.drift import FieldDifference, find_differences, split_allowed
+from shardwright.checkpoint.drift import (
+    FieldDifference,
+    find_differences,
+    is_below,
+    split_allowed,
+)
 from shardwright.checkpoint.rank_group import RankGroup
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.checkpoint.run_values import RunValues, parse_values
@@ -93,6 +98,20 @@ def find_copies_in_memory(folder: RunFolder) -> CopiesSearch:
     return CopiesSearch(CopiesInMemory(search.found, values), "", search.finished_step)
 
 
+def _build_drift_remedy(refused: Sequence[FieldDifference]) -> str:
+    """Return what to do about differences, of which some can perhaps be allowed."""
+    remedy = "Undo the change, start a new run (--run-dir), or resume anyway (--allow-drift FIELD)"
+    if any(is_below(difference.field, name) for difference in refused for name in FIXED_FIELDS):
+        remedy = "Undo the change, or start a new run (--run-dir)"
+    batch = next((one for one in refused if one.field == "global_batch_size"), None)
+    if batch is not None:
+        remedy += (
+            f". The number of data ranks is a factor of it: to keep {batch.saved}, change "
+            "training.micro_batch_size or training.gradient_accumulation_steps to match"
+        )
+    return remedy
+
+
 def find_resume_point(
     validated_run: ValidatedRun, folder: RunFolder, allow_drift: Sequence[str] = ()
 ) -> ResumePoint | None:
@@ -118,14 +137,11 @@ def find_resume_point(
         _check_nothing_lost(folder)
         return None
     values = read_run_values(found, group=get_host_group())
-    allowed, refused = split_allowed(
-        find_differences(
-            add_missing_defaults(values.run.to_saved_json(), validated_run.drift_fields),
-            validated_run.drift_fields,
-        ),
-        allow_drift,
-        FIXED_FIELDS,
+    differences = find_differences(
+        add_missing_defaults(values.run.to_saved_json(), validated_run.drift_fields),
+        validated_run.drift_fields,
     )
+    allowed, refused = split_allowed(differences, allow_drift, FIXED_FIELDS)
     if refused:
         more = (
             f"; {len(refused) - _MAX_SHOWN_DIFFERENCES} more"
@@ -136,8 +152,7 @@ def find_resume_point(
             "the recipe differs from the run's: "
             f"{'; '.join(refused[:_MAX_SHOWN_DIFFERENCES])}{more}",
             field="--resume",
-            remedy="Undo the change, start a new run (--run-dir), "
-            "or resume anyway (--allow-drift FIELD)",
+            remedy=_build_drift_remedy([one for one in differences if one not in allowed]),
         )
     return ResumePoint(found, values, tuple(allowed))
 

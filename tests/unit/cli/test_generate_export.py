@@ -5,12 +5,14 @@ transformers.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli.main import run as shardwright
 from shardwright.errors import ExitCode
+from shardwright.inference.model_source import open_model_source
 from tests.unit.training.finished import make_run
 
 
@@ -119,3 +121,39 @@ def test_wrong_input_is_refused(
     assert message in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+def test_export_never_replaces_the_checkpoints_of_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path for path in run.rglob("*"))
+    for out in (run, run / "checkpoints"):
+        words = ["export", str(run), "--out", str(out), "--overwrite", "--no-check"]
+        assert shardwright(words) == ExitCode.WRONG_INPUT
+        assert "Name another folder" in capsys.readouterr().err
+    assert sorted(path for path in run.rglob("*")) == before
+
+
+def test_export_checks_its_folder_before_it_reads_weights(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the source was opened")
+
+    monkeypatch.setattr("shardwright.inference.model_source.open_model_source", fail)
+    (tmp_path / "notes.txt").write_text("mine")
+    words = ["export", str(run), "--out", str(tmp_path)]
+    assert shardwright(words) == ExitCode.WRONG_INPUT
+
+
+def test_export_never_replaces_the_base_of_adapters(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    opened = replace(open_model_source(run), base=str(base))
+    monkeypatch.setattr("shardwright.inference.model_source.open_model_source", lambda *_: opened)
+    words = ["export", str(run), "--out", str(base), "--overwrite", "--no-check"]
+    assert shardwright(words) == ExitCode.WRONG_INPUT
+    assert (base / "config.json").read_text() == "{}"

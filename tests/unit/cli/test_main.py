@@ -39,7 +39,7 @@ def test_parser_errors_are_json_objects_too(
 @pytest.mark.parametrize(
     ("error", "message", "code"),
     [
-        (KeyboardInterrupt(), "nothing was saved", 130),
+        (KeyboardInterrupt(), "nothing new was saved", 130),
         (ZeroDivisionError("our own"), "this is a bug in shardwright", 3),
         (OSError(5, "no path"), "this is a bug in shardwright", 3),
     ],

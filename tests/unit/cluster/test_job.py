@@ -27,6 +27,18 @@ from shardwright.errors import ExitCode
             ["--torchrun", "--gpus-per-node", "2", "--hosts", "a b,c;d"],
             "--hosts: not a node address (got 'a b'",
         ),
+        (
+            ["--torchrun", "--gpus-per-node", "2", "--hosts", "a:29500,b"],
+            "--hosts: an address with a port (got 'a:29500'",
+        ),
+        (
+            ["--torchrun", "--gpus-per-node", "2", "--hosts", "[fe80::1]:29500,b"],
+            "--hosts: an address with a port",
+        ),
+        (
+            ["--torchrun", "--gpus-per-node", "2", "--hosts", "a,b,a"],
+            "--hosts: this node is listed twice",
+        ),
         (["--kubernetes", "--gpus-per-node", "2", "--image", ""], "pods need a container image"),
         (
             ["--slurm", "--gpus-per-node", "2", "--hosts", "a"],

@@ -214,3 +214,47 @@ def test_a_run_folder_that_pods_do_not_share_gives_a_warning(
     ]
     assert run(["launch", str(recipe), *common, *words]) == ExitCode.DONE
     assert ("is on no --volume" in capsys.readouterr().err) == (not is_shared)
+
+
+_COMMON = ("--kubernetes", "--gpus-per-node", "4", "--image", "lab/sw:1")
+
+
+@pytest.mark.parametrize("value", ["1e3", "y", "N", "0o17", "1_000", ".5", "yes", "12", "~"])
+def test_values_that_kubectl_would_not_read_as_text_are_quoted(
+    recipe: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    """go-yaml reads `1e3` and `y` as a number and a truth value, PyYAML as text."""
+    text = run_launch(capsys, str(recipe), *_COMMON, "--env", f"FLAG={value}")
+    assert f"value: '{value}'" in text
+
+
+@pytest.mark.parametrize("job_kind", ["pytorchjob", "trainjob", "jobset"])
+def test_values_are_not_expanded_by_kubernetes(
+    recipe: Path, capsys: pytest.CaptureFixture[str], job_kind: str
+) -> None:
+    words = ["--env", "A=$(HOME) $HOME $$", "--run-dir", "/data/$(USER)", "--job-kind", job_kind]
+    text = run_launch(capsys, str(recipe), *_COMMON, *words, "--nodes", "2")
+    assert "value: $$(HOME) $HOME $$$\n" in text
+    assert "- /data/$$(USER)\n" in text
+    assert "$$(RANK)" not in text
+    assert "$$(PET" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--namespace", "My NS"], "--namespace: Kubernetes allows no namespace"),
+        (["--working-dir", "data"], "--working-dir: pods start in an absolute path"),
+        (["--volume", "a:/data", "--volume", "b:/data/"], "this path has a mount already"),
+        (["--volume", "a:/dev/shm"], "this path has a mount already"),
+        (["--volume", "a:/data:ro"], "without a further colon"),
+        (["--env", "MASTER_ADDR=x"], "the training operator sets this variable"),
+    ],
+)
+def test_values_that_kubernetes_would_refuse_later_are_errors(
+    recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(["launch", str(recipe), *_COMMON, *words]) == ExitCode.WRONG_INPUT
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""

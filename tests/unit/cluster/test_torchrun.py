@@ -84,3 +84,8 @@ def test_spare_nodes_have_no_ranks(recipe: Path, capsys: pytest.CaptureFixture[s
     kubernetes = [str(recipe), "--kubernetes", "--image", "i", "--gpus-per-node", "4", *WARM]
     assert run(["launch", *kubernetes]) == ExitCode.WRONG_INPUT
     assert "elastic.warm_restarts: kubernetes restarts all ranks" in capsys.readouterr().err
+
+
+def test_ipv6_addresses_are_hosts(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(recipe), "--torchrun", "--hosts", "fe80::1,fe80::2", "--gpus-per-node", "4"]
+    assert "--rdzv-endpoint=fe80::1:29500" in run_launch(capsys, *words)

@@ -376,6 +376,25 @@ def test_a_folder_that_exists_is_no_hub_name(
     assert remark not in str(convert_document(tmp_path, "present.yml", changed).remarks)
 
 
+def test_axolotls_settings_that_are_our_defaults_are_not_reported(tmp_path: Path) -> None:
+    entry: dict[str, Any] = {
+        "path": "chats.jsonl",
+        "type": "chat_template",
+        "message_property_mappings": {"role": "role", "content": "content"},
+        "roles_to_train": ["assistant"],
+        "train_on_eos": "turn",
+    }
+    document: dict[str, Any] = {"base_model": "x", "datasets": [entry]}
+    assert not [
+        item.key
+        for item in convert_document(tmp_path, "axolotl.yml", document).dropped
+        if item.key.startswith("datasets")
+    ]
+    entry |= {"roles_to_train": ["user"], "train_on_eos": "last"}
+    dropped = {item.key for item in convert_document(tmp_path, "axolotl.yml", document).dropped}
+    assert {"datasets.0.roles_to_train", "datasets.0.train_on_eos"} <= dropped
+
+
 def test_axolotls_preference_training_is_converted_or_reported(tmp_path: Path) -> None:
     """Preference training must never become supervised training on the responses."""
     pairs = AXOLOTL | {

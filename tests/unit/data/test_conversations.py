@@ -94,6 +94,28 @@ def test_conversations_are_packed_into_rows(tmp_path: Path) -> None:
     )
 
 
+def test_tools_and_calls_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    """As transformers renders them at inference. Sorted keys would put arguments before names."""
+    parameters = {"type": "object", "properties": {"to": {"type": "string"}, "by": {"x": 1}}}
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    function = {"name": "go", "arguments": {"to": "Oslo", "by": {"z": 1, "a": 2}}}
+    dialogue = turns("go", "went")
+    messages = [
+        dialogue[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"content": "done", "role": "tool"},
+        dialogue[1],
+    ]
+    path = write_records(tmp_path / "a.jsonl", {"tools": [tool], "messages": messages})
+    prepared = prepare_data(chat_recipe(tmp_path, path, length=512, validation_fraction=0))
+    sample = prepared.train.get_sample(0)
+    template = load_chat_template(tmp_path / "tokenizer", None, {}, None)
+    assert template is not None
+    text = prepared.tokenizer.decode(np.asarray(sample.input_ids).tolist())
+    assert text.startswith(template.render(messages, [tool]).rstrip())
+    assert json.dumps(function) in text
+
+
 @pytest.mark.parametrize("form", ["json", "parquet", "datasets"])
 def test_every_file_format_gives_the_same_samples(tmp_path: Path, form: str) -> None:
     expected = prepare_data(

@@ -136,6 +136,17 @@ def test_an_enormous_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (second.line, second.value) == (2, {"text": "y"})
 
 
+def test_fields_that_only_other_objects_have_are_absent(tmp_path: Path) -> None:
+    """Parquet gives each object of a column all fields of the column, as null."""
+    rows: list[dict[str, Any]] = [
+        {"tools": [{"name": "f", "properties": {"a": {"type": "integer"}}}], "text": "x"},
+        {"tools": [{"name": "g", "properties": {"b": {"type": "string"}}}], "text": None},
+    ]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [row.value for row in list_rows(path, "parquet")] == rows
+
+
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_a_repeated_column_is_refused(tmp_path: Path, form: str) -> None:
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])

@@ -179,6 +179,24 @@ def test_tool_calls_are_normalised() -> None:
     assert read_conversation(sharegpt)["messages"] == normalised["messages"]
 
 
+def test_equal_conversations_have_equal_text() -> None:
+    """Own keys are sorted, those of tools and calls are not: templates render them as JSON."""
+    schema = RecordSchema("messages", (("messages", "messages"), ("tools", "tools")))
+    one = {"role": "user", "content": "x"}
+    other = dict(reversed(one.items()))
+    answer = {"content": "y", "role": "assistant"}
+    assert schema.read_row({"messages": [one, answer]}) == schema.read_row(
+        {"messages": [other, answer]}
+    )
+    call = {"function": {"arguments": {"b": 1, "a": 2}, "name": "f"}, "type": "function"}
+    tool = {"name": "f", "description": "d"}
+    row = {"messages": [one, {"role": "assistant", "tool_calls": [call]}], "tools": [tool]}
+    content = json.loads(schema.read_row(row)[1])
+    assert json.dumps(content["messages"][1]["tool_calls"]) == json.dumps([call])
+    assert json.dumps(content["tools"]) == json.dumps([tool])
+    assert list(content) == ["messages", "tools"]
+
+
 def make_tool_call(**function: Any) -> list[dict[str, Any]]:
     return [
         {"role": "user", "content": "x"},

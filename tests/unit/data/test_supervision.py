@@ -353,3 +353,10 @@ def test_the_prompt_of_an_evaluation_equals_that_of_training(
     prompt = chat.encoder.build_prompt(canonical, content)
     assert prompt.prompt_ids == encoded.ids[: encoded.supervised_mask.tolist().index(1)].tolist()
     assert prompt.response == (LONG[-1]["content"] if canonical == "chat" else " the answer")
+
+
+def test_an_absent_template_file_is_an_error_that_says_where_paths_start() -> None:
+    with pytest.raises(TokenizerError) as error:
+        load_chat_template(None, "absent.jinja", {}, None)
+    assert "cannot be read: No such file or directory (got absent.jinja)" in str(error.value)
+    assert f"Relative paths start at {Path.cwd()}" in str(error.value)

@@ -207,6 +207,10 @@ def test_drift_is_refused_by_field_and_allowed_by_name(tmp_path: Path) -> None:
     assert rate in str(refused.value)
     assert batch in str(refused.value)
     assert seed not in str(refused.value)
+    assert "resume anyway" not in str(refused.value)
+    assert "to keep 2, change training.micro_batch_size" in str(refused.value)
+    with pytest.raises(CheckpointError, match="or resume anyway"):
+        train(build_recipe(tmp_path, max_steps=3, learning_rate=2e-3), resume=True)
     changed = build_recipe(tmp_path, max_steps=3, learning_rate=2e-3).model_copy(update={"seed": 5})
     train(changed, resume=True, allow_drift=["seed", "training"])
     assert any(
@@ -262,7 +266,7 @@ def test_a_failed_save_is_reported_and_training_continues_unless_it_is_the_last(
         assert 0 < event.stall_seconds <= event.seconds
 
     full_at = 3
-    with pytest.raises(SaveFailed, match="No space left"):
+    with pytest.raises(SaveFailed, match=r"No space left.*--resume then repeats"):
         train(
             recipe.model_copy(
                 update={"run": recipe.run.model_copy(update={"dir": str(tmp_path / "other")})}

@@ -21,6 +21,9 @@ from shardwright.errors import TokenizerError
 from shardwright.files import read_text
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_RENDERING_VERSION = 1
+"""Part of cache keys; increase it when a template would render the same conversation differently.
+Since 1, tools and calls have the order of the file."""
 _MAX_SHOWN_CHARACTERS = 160
 _TOKEN_KEYS = (
     "bos_token",
@@ -51,6 +54,11 @@ class ChatTemplate:
     def has_generation_markers(self) -> bool:
         """True if the template marks the assistant's text with `{% generation %}`."""
         return _GENERATION_MARKER.search(self.text) is not None
+
+    @property
+    def cache_key(self) -> list[Any]:
+        """Everything that the text of a conversation depends on besides the conversation."""
+        return [self.text, dict(self.variables), _RENDERING_VERSION]
 
     def render(
         self,
@@ -250,7 +258,10 @@ def _read_file(path: Path) -> str:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(
-            f"the template cannot be read: {error}", field="data.chat_template", got=str(path)
+            f"the template cannot be read: {getattr(error, 'strerror', None) or error}",
+            field="data.chat_template",
+            got=str(path),
+            remedy=None if path.is_absolute() else f"Relative paths start at {Path.cwd()}",
         ) from error
 
 

@@ -173,13 +173,15 @@ def _read_call(call: Any, location: str) -> dict[str, Any]:
         )
     # Columnar files fill absent arguments with nulls.
     arguments = {key: value for key, value in arguments.items() if value is not None}
-    result: dict[str, Any] = {
+    values: dict[str, Any] = {
         "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
+        "function": {key: function[key] for key in function if key in ("name", "arguments")}
+        | {"arguments": arguments},
     }
-    if isinstance(call, dict) and call.get("id") is not None:
-        result["id"] = str(call["id"])
-    return result
+    if call.get("id") is not None:
+        values["id"] = str(call["id"])
+    # Keys have the order of the file: templates render calls as JSON.
+    return {key: values[key] for key in dict.fromkeys((*call, *values)) if key in values}
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]]:

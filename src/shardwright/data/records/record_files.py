@@ -377,7 +377,7 @@ def _read_batch_rows(batch: Any) -> Iterable[dict[str, Any] | str]:
     """Return the rows of a batch, or the reason why one is broken; large batches row by row."""
     if batch.nbytes <= _MAX_BATCH_BYTES:
         try:
-            return cast(list[dict[str, Any] | str], batch.to_pylist())
+            return cast(list[dict[str, Any] | str], list(map(_drop_absent, batch.to_pylist())))
         except UnicodeDecodeError:
             pass
     return (_read_single_row(batch, index) for index in range(batch.num_rows))
@@ -385,6 +385,23 @@ def _read_batch_rows(batch: Any) -> Iterable[dict[str, Any] | str]:
 
 def _read_single_row(batch: Any, index: int) -> dict[str, Any] | str:
     try:
-        return cast(dict[str, Any], batch.slice(index, 1).to_pylist()[0])
+        return _drop_absent(batch.slice(index, 1).to_pylist()[0])
     except UnicodeDecodeError as error:
         return f"not UTF-8: {error.reason}"
+
+
+def _drop_absent(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop the null fields inside a row's columns.
+
+    A column of objects has every field of any of them: a list of tools would have the parameters
+    of all tools of the file, as null, and a chat template would render them.
+    """
+    return {name: _drop_nulls(value) for name, value in row.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:2]):
+        return [_drop_nulls(item) for item in value]
+    return value

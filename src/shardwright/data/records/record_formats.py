@@ -108,6 +108,8 @@ RECORD_KINDS: dict[str, RecordKind] = {
 }
 """Record kinds by name, in the order in which they are tried."""
 
+_RENDERED_AS_JSON = ("tools", "tool_calls")
+
 
 @dataclass(frozen=True)
 class RecordSchema:
@@ -142,8 +144,24 @@ class RecordSchema:
                 )
         canonical, content = RECORD_READERS[self.kind](RowFields(value_by_role, dict(self.columns)))
         return canonical, content if isinstance(content, str) else json.dumps(
-            content, ensure_ascii=False, sort_keys=True
+            _sort_own_keys(content), ensure_ascii=False
         )
+
+
+def _sort_own_keys(value: Any) -> Any:
+    """Sort the keys of a canonical record, so that equal records have equal text.
+
+    Tools and calls keep the order of the file: chat templates render them as JSON, and at
+    inference transformers renders them in the order that it is given.
+    """
+    if isinstance(value, dict):
+        return {
+            key: value[key] if key in _RENDERED_AS_JSON else _sort_own_keys(value[key])
+            for key in sorted(value)
+        }
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_sort_own_keys(item) for item in value]
+    return value
 
 
 def build_text_schema(field: str) -> RecordSchema:

@@ -234,7 +234,7 @@ def describe_settings(builder: ShardBuilder) -> list[Any]:
     if builder.has_records:
         rendering = [
             recipe.data.supervise,
-            template and [template.text, dict(template.variables)],
+            template and template.cache_key,
             recipe.data.max_record_characters,
         ]
     return [

@@ -45,7 +45,7 @@ def compute_tokens_key(
     )
     rendering: list[Any] = []
     if sources.has_records:
-        template_spec = template and [template.text, dict(template.variables)]
+        template_spec = template and template.cache_key
         rendering = [recipe.data.supervise, template_spec, recipe.data.max_record_characters]
     return compute_key([CACHE_VERSION, sources.key, tokenizer_spec, *rendering])
 

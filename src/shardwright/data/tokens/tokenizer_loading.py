@@ -1,6 +1,7 @@
 """Loading of tokenizers from a folder, and training of tokenizers on the corpus.
 
-Imports no torch, and transformers only for folders without tokenizer.json.
+Imports no torch, and transformers only for folders without tokenizer.json and for the check of an
+export.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ _LONG_RUN = re.compile(
     rf"(?<!\S)\S{{{MAX_WORD_CHARACTERS + 1},}}|(?<!\s)\s{{{MAX_WORD_CHARACTERS + 1},}}"
 )
 
+_PROBE_TEXTS = (
+    "It's the 12,345th test: 7 + 8 = 15!",
+    "Na\u00efve caf\u00e9, \u041f\u0440\u0438\u0432\u0435\u0442, \u4f60\u597d",
+    "\n\n  two  spaces\tand a tab \n",
+)
+
 __all__ = [
     "AbsentTokenizer", "CharacterTokenizer", "FastTokenizer", "Tokenizer",
-    "has_tokenizer", "load_tokenizer", "train_bpe", "train_characters",
+    "describe_tokenizer_difference", "has_tokenizer", "load_tokenizer", "train_bpe",
+    "train_characters",
 ]  # fmt: skip
 
 
@@ -235,3 +243,37 @@ def _load_with_transformers(folder: Path) -> FastTokenizer:
     return FastTokenizer(
         tokenizers.Tokenizer.from_str(fast.to_str()), "huggingface", converted.eos_token
     )
+
+
+def describe_tokenizer_difference(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """Describe how transformers encodes text differently with a folder; None if it does not.
+
+    For some families, such as qwen2, AutoTokenizer takes the class of the family, which replaces
+    the pre-tokenizer of tokenizer.json.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises many types
+        return f"transformers cannot load the tokenizer of the folder: {error}"
+    for text in _PROBE_TEXTS:
+        try:
+            expected = tokenizer.encode_pieces([text])[0].tolist()
+        except TokenizerError:  # the text has characters that it does not know
+            continue
+        got = loaded(text, add_special_tokens=False).input_ids
+        if got != expected:
+            place = next(
+                (index for index, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                min(len(got), len(expected)),
+            )
+            return (
+                f"AutoTokenizer of transformers loads {type(loaded).__name__}, which gives other "
+                f"ids than in training: {got[place : place + 4]} instead of "
+                f"{expected[place : place + 4]} at position {place} of {text!r}. Load the "
+                "tokenizer with PreTrainedTokenizerFast.from_pretrained"
+            )
+    return None

@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwright.architecture import HFShape, ModelShape, ParameterSpec
 from shardwright.errors import InputError, RunFailed, WeightsError
 from shardwright.files import read_text
+from shardwright.model.hf.export_folder import check_export_folder, replace_folder
 from shardwright.model.hf.exported_tensors import (
     ExportedTensor,
     convert_parameter,
@@ -119,7 +120,8 @@ def write_hf_folder(
     """Write the model's folder, under a temporary name first, so that `out` is always complete.
 
     Args:
-        out: the folder to create; a folder that is not empty is refused unless `overwrite`.
+        out: the folder to create. A folder that is not empty is refused; with `overwrite` it is
+            replaced if it contains nothing but a model.
         read: returns a parameter's whole tensor by name; called in the decoder's order, once
             per file with a part of it.
         dtype: dtype of the stored weights.
@@ -132,12 +134,11 @@ def write_hf_folder(
         check: called with the complete temporary folder; if it raises, nothing is left on disk.
 
     Raises:
-        InputError: `out` exists.
+        InputError: `out` must not be written.
         WeightsError: a tensor has the wrong shape, or values that are not finite in `dtype`.
         RunFailed: the disk is full, or the folder cannot be written.
     """
-    out = Path(out)
-    _check_empty(out, overwrite)
+    out = check_export_folder(out, should_overwrite=overwrite)
     if dtype not in STORED_DTYPE_NAMES:
         allowed = ", ".join(name for _, name in STORED_DTYPE_NAMES.values())
         raise InputError(
@@ -163,7 +164,7 @@ def write_hf_folder(
             _copy_code(Path(shape.code_folder), partial)
         if check is not None:
             check(partial)
-        _replace_folder(partial, out)
+        replace_folder(partial, out)
     except OSError as error:
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
@@ -284,32 +285,6 @@ def _copy_code(code: Path, folder: Path) -> None:
     """Copy the Python code of the model's class from the folder of its original weights."""
     for file in sorted(code.glob("*.py")):
         shutil.copyfile(file, folder / file.name)
-
-
-def _check_empty(out: Path, overwrite: bool) -> None:
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise InputError(
-            "the folder is not empty",
-            field="out",
-            got=out,
-            remedy="Name another folder, or use --overwrite",
-        )
-    if out.exists() and not out.is_dir():
-        raise InputError("this is a file; an export needs a folder", field="out", got=out)
-
-
-def _replace_folder(partial: Path, out: Path) -> None:
-    """Rename `partial` to `out`; delete an older `out` afterwards, or restore it on failure."""
-    old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
-    if out.exists():
-        out.rename(old)
-    try:
-        partial.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any] | None:

@@ -24,7 +24,8 @@ from shardwright.architecture.peft_folder import (
     build_peft_config,
     map_peft_tensors,
 )
-from shardwright.errors import InputError, RunFailed, WeightsError
+from shardwright.errors import RunFailed, WeightsError
+from shardwright.model.hf.export_folder import check_export_folder, replace_folder
 
 
 def write_peft_folder(
@@ -45,18 +46,11 @@ def write_peft_folder(
         check: called with the complete temporary folder; if it raises, nothing is left on disk.
 
     Raises:
-        InputError: `out` exists.
+        InputError: `out` must not be written.
         WeightsError: values that are not finite.
         RunFailed: the folder cannot be written.
     """
-    out = Path(out)
-    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not overwrite):
-        raise InputError(
-            "already exists",
-            field="out",
-            got=out,
-            remedy="Name another folder, or use --overwrite",
-        )
+    out = check_export_folder(out, should_overwrite=overwrite)
     names = map_peft_tensors(shape)
     specs = [spec for spec in shape.list_parameters() if spec.adapter_part is not None]
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
@@ -71,9 +65,7 @@ def write_peft_folder(
         (partial / PEFT_CONFIG_NAME).write_text(text, encoding="utf-8")
         if check is not None:
             check(partial)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        replace_folder(partial, out)
     except OSError as error:
         raise RunFailed(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
