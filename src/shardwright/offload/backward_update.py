@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from shardwright.model.products.working_weights import WorkingWeights
-from shardwright.offload.host_update import HostUpdate
 from shardwright.offload.update_overlap import LaunchedUpdate, UpdateOverlap
 from shardwright.optim.sharded_optimizer import UpdateUnit
 
@@ -145,7 +144,6 @@ class HostBackwardUpdate(BackwardUpdate):
         """
         # The backward pass may still read working weights, so the next forward pass casts them.
         super().__init__(units, working_weights=None)
-        self._host_update: HostUpdate | None = None
         # The number of threads of an operation is a setting of the thread that calls it.
         self._executor = ThreadPoolExecutor(
             1, "host update", _set_up_thread, (device, torch.get_num_threads())
@@ -154,10 +152,6 @@ class HostBackwardUpdate(BackwardUpdate):
         """Parameters whose copies are launched since `begin_step`."""
         self._tasks: list[Future[None]] = []
         self._is_stopped = False
-
-    def follow(self, host_update: HostUpdate) -> None:
-        """Update on the host by these copies."""
-        self._host_update = host_update
 
     def take_gradient(self, name: str) -> None:
         """Launch copies to the host; once they end, the thread updates the complete buckets."""

@@ -113,13 +113,14 @@ class HostUpdate:
         with torch.cuda.stream(self._stream_in):
             target.copy_(weights, non_blocking=True)
 
-    def order_after_copies(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for all weights that are on their way to the device."""
-        stream.wait_stream(self._stream_in)
+    def order_after_copies(self, stream: torch.Stream | None = None) -> None:
+        """Let a stream, or training's, wait for all weights that are on their way to the device."""
+        waiting = torch.cuda.current_stream(self._device) if stream is None else stream
+        waiting.wait_stream(self._stream_in)
 
     def end_update(self) -> None:
         """Let training's stream wait for all weights."""
-        self.order_after_copies(torch.cuda.current_stream(self._device))
+        self.order_after_copies()
         self._factor = 1.0
 
     def discard_gradients(self) -> None:

@@ -113,7 +113,8 @@ class OffloadedOptimizer(ShardedOptimizer):
             bucket_bytes if optimizer.is_divisible else 1 << 62,
             should_fill=should_fill_buckets,
         )
-        self._is_in_store = parameters is not None and parameters.is_updated_on_host
+        is_in_store = parameters is not None and parameters.is_updated_on_host
+        self._updated_in_store = parameters if is_in_store else None
         tensors = {name: parameter for name, (parameter, _) in self._members.items()}
         for name in frozenset() if parameters is None else tensors.keys() & parameters.names:
             del tensors[name]
@@ -293,9 +294,11 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None and not self.is_updating:
             self._host_update.begin_update()
-        if self._parameters is not None and self._is_in_store:
-            last_buckets = {self._find_offloaded_unit(index): index for index in order}
-            self._parameters.begin_host_update(unit for unit in last_buckets if unit is not None)
+        ended_units: dict[int, int] = {}
+        if self._updated_in_store is not None:
+            find_unit = self._updated_in_store.find_unit
+            ended_units = self._partition.find_ended_units(order, find_unit)
+            self._updated_in_store.begin_host_update(ended_units.values())
         self._stream.begin(order)
         unit: int | None = None
         for index in order:
@@ -306,7 +309,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 for piece in pieces
                 if piece.name in updated and (inputs is not None or self._is_updated(piece.name))
             ]
-            if self._parameters is not None and not self._is_in_store:
+            if self._parameters is not None and self._updated_in_store is None:
                 names = [piece.name for piece in planned]
                 following = self._parameters.find_unit(names)
                 if following is not None and following != unit:
@@ -319,10 +322,8 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self._update_pieces(built, factor)
             if self._overlap is not None:
                 self._end_bucket(self._overlap, planned, inputs)
-            if self._parameters is not None and self._is_in_store:
-                offloaded_unit = self._find_offloaded_unit(index)
-                if offloaded_unit is not None and last_buckets[offloaded_unit] == index:
-                    self._parameters.end_host_update_of(offloaded_unit)
+            if self._updated_in_store is not None and index in ended_units:
+                self._updated_in_store.end_host_update_of(ended_units[index])
         self._stream.end()
         self.optimizer.finish_update()
         if self._host_update is not None:
@@ -331,12 +332,6 @@ class OffloadedOptimizer(ShardedOptimizer):
                 self._host_update.discard_gradients()
         if self._parameters is not None:
             self._parameters.finish_update()
-
-    def _find_offloaded_unit(self, index: int) -> int | None:
-        """Return the unit of the offloaded parameters of a bucket; None if it has none."""
-        assert self._parameters is not None
-        pieces = self._partition.buckets[index].pieces
-        return self._parameters.find_unit(piece.name for piece in pieces)
 
     def _collect_inputs(self, names: Iterable[str]) -> dict[str, _UpdateInputs]:
         groups = {id(group): dict(group) for group in self.param_groups}
@@ -400,7 +395,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._host_update.copy_back(piece.local.view(target.shape), target)
 
     def _is_updated_in_store(self, name: str) -> bool:
-        return self._parameters is not None and self._is_in_store and name in self._parameters.names
+        return self._updated_in_store is not None and name in self._updated_in_store.names
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
@@ -421,8 +416,8 @@ class OffloadedOptimizer(ShardedOptimizer):
             whole, group = inputs[piece.name]
         if whole is not None:
             gradient = get_local_tensor(whole)
-        elif self._parameters is not None and self._is_updated_in_store(piece.name):
-            local, gradient = self._parameters.view_for_update(piece.name)
+        elif self._updated_in_store is not None and piece.name in self._updated_in_store.names:
+            local, gradient = self._updated_in_store.view_for_update(piece.name)
         elif self._host_update is not None:
             local = self._host_update.get_weights(piece.name)
             gradient = self._host_update.get_gradient(piece.name)

@@ -17,7 +17,7 @@ from shardwright.offload.parameter_store import DiskParameterStore
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import StatePartition
 from shardwright.offload.store import HostStore, Store
-from shardwright.offload.update_overlap import HostDeferredUpdate, UpdateOverlap
+from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.optim.sharded_optimizer import GradientListener, ShardedModel
 from shardwright.units import format_bytes
 
@@ -87,14 +87,13 @@ def offload_optimizer(
         overlap=overlap,
         device_buffer_bytes=section.device_buffer_bytes,
     )
-    if isinstance(overlap, HostBackwardUpdate):
-        assert offloaded.host_update is not None
-        overlap.follow(offloaded.host_update)
-        model.watch_gradients(overlap)
-    elif offloaded.host_update is not None:
-        if isinstance(overlap, HostDeferredUpdate):
+    if offloaded.host_update is not None:
+        if overlap is not None:
             overlap.follow(offloaded.host_update)
-        model.watch_gradients(offloaded.host_update)
+        listener: GradientListener = offloaded.host_update
+        if isinstance(overlap, HostBackwardUpdate):
+            listener = overlap
+        model.watch_gradients(listener)
     elif isinstance(overlap, BackwardUpdate):
         model.watch_gradients(overlap, may_free=True)
     return offloaded

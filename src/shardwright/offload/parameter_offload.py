@@ -205,7 +205,8 @@ class ParameterOffload(BlockUses):
         block = self._blocks[layer]
         if self._needs_weights(use):
             block.finish()
-            if self._update_copies(block):
+            self._update_copies(block)
+            if self._has_copies(block):
                 block.free_weights()
         block.bring_gradients(self.store, self._list_members(use))
         if phase not in ("forward", "inference"):
@@ -224,17 +225,17 @@ class ParameterOffload(BlockUses):
     def _needs_weights(self, use: Use) -> bool:
         """Return True if a block reads its weights, and not working weights in their place."""
         layer, phase = use
-        return phase != "weight gradients" and not (
-            self._working_weights is not None
-            and self._working_weights.are_current(self._blocks[layer].parameters)
-        )
+        return phase != "weight gradients" and not self._has_copies(self._blocks[layer])
 
-    def _update_copies(self, block: TrainedBlock) -> bool:
-        """Write a block's working weights from its weights; return True if it has all of them."""
-        if self._working_weights is None:
-            return False
-        self._working_weights.update(block.parameters)
-        return self._working_weights.are_current(block.parameters)
+    def _has_copies(self, block: TrainedBlock) -> bool:
+        """Return True if all weights of a block have current working weights."""
+        working_weights = self._working_weights
+        return working_weights is not None and working_weights.are_current(block.parameters)
+
+    def _update_copies(self, block: TrainedBlock) -> None:
+        """Write a block's working weights, if there are any, from its weights."""
+        if self._working_weights is not None:
+            self._working_weights.update(block.parameters)
 
     def _list_members(self, use: Use) -> list[BlockMember]:
         """List the members of a block to whose gradients this use adds, or that it completes."""
@@ -348,16 +349,10 @@ class ParameterOffload(BlockUses):
     def view_for_update(self, name: str) -> tuple[Tensor, Tensor]:
         """Return views of a weight and its gradient in the store, for an update on the host."""
         block, member = self._find(name)
-        places = (block.weight_place + member.offset, block.gradient_place + member.gradient_offset)
-        dtype = member.parameter.dtype
-        if not member.num_bytes:  # ZeRO may leave this rank no row
-            empty = torch.empty(member.shape, dtype=dtype)
-            return empty, empty
-        weight, gradient = (
-            self.store.view(place, member.num_bytes).view(dtype).view(member.shape)
-            for place in places
+        return (
+            self._view(member, block.weight_place + member.offset),
+            self._view(member, block.gradient_place + member.gradient_offset),
         )
-        return weight, gradient
 
     def end_host_update_of(self, layer: int) -> None:
         """Bring the weights of a unit that the host has updated, to write its working weights,
@@ -374,7 +369,7 @@ class ParameterOffload(BlockUses):
     def _finish_copies(self) -> None:
         """Write the working weights of the unit before, unless a pass has done it."""
         layer, self._copied_layer = self._copied_layer, None
-        if layer is not None and self._needs_weights((layer, "forward")):
+        if layer is not None and not self._has_copies(self._blocks[layer]):
             block = self._blocks[layer]
             block.finish()
             self._update_copies(block)
@@ -417,9 +412,13 @@ class ParameterOffload(BlockUses):
             other.release()
         self.store.synchronise()
         block, member = self._find(name)
+        return self._view(member, block.weight_place + member.offset)
+
+    def _view(self, member: BlockMember, position: int) -> Tensor:
+        """Return a member's bytes from a position of the store on, as a tensor of its shape."""
         if not member.num_bytes:  # ZeRO may leave this rank no row
             return torch.empty(member.shape, dtype=member.parameter.dtype)
-        view = self.store.view(block.weight_place + member.offset, member.num_bytes)
+        view = self.store.view(position, member.num_bytes)
         return view.view(member.parameter.dtype).view(member.shape)
 
     def _find(self, name: str) -> tuple[TrainedBlock, BlockMember]:

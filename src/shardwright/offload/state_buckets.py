@@ -11,7 +11,7 @@ update of the whole, and the bits are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -140,6 +140,19 @@ class StatePartition:
         """
         fitting = num_bytes // max(1, self.max_bucket_bytes)
         return min(len(self.buckets), max(_MIN_DEVICE_BUFFERS, fitting))
+
+    def find_ended_units(
+        self, order: Iterable[int], find_unit: Callable[[Iterable[str]], int | None]
+    ) -> dict[int, int]:
+        """Return the units that have a bucket in an update, by the index of their last bucket.
+
+        Args:
+            find_unit: Returns the unit of some of these parameters; None if they have none.
+        """
+        last = {
+            find_unit(piece.name for piece in self.buckets[index].pieces): index for index in order
+        }
+        return {index: unit for unit, index in last.items() if unit is not None}
 
     def compute_staging_bytes(self, buffer_bytes: int) -> int:
         """Compute the bytes of host memory through which state on disk passes: three buffers.

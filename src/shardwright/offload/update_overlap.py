@@ -48,9 +48,14 @@ class UpdateOverlap(ABC):
         """Parameters of the next bucket."""
         self._is_incomplete = False
         """True if the update has failed."""
+        self._host_update: HostUpdate | None = None
         for index, unit in enumerate(units):
             for module in unit.modules:
                 self._install_wait(module, index)
+
+    def follow(self, host_update: HostUpdate) -> None:
+        """Update on the host by these copies."""
+        self._host_update = host_update
 
     @property
     def is_pending(self) -> bool:
@@ -267,33 +272,16 @@ class HostDeferredUpdate(DeferredUpdate):
     """The same on the host of a CUDA device: before it launches a module, it updates the module's
     weights, while the device computes the modules before."""
 
-    def __init__(
-        self,
-        units: Sequence[UpdateUnit],
-        working_weights: WorkingWeights | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__(units, working_weights)
-        self._device = device
-        self._host_update: HostUpdate | None = None
-
-    def follow(self, host_update: HostUpdate) -> None:
-        """Let modules wait for the weights that these copies bring to the device."""
-        self._host_update = host_update
-
     def end_bucket(
         self, names: Sequence[str], complete: Mapping[str, Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Cast the working weights of a bucket behind the copies of its weights."""
-        self._order_after_copies(torch.cuda.current_stream(self._device))
+        assert self._host_update is not None
+        self._host_update.order_after_copies()
         super().end_bucket(names, complete, gradients)
 
     def wait_on(self, unit: int, stream: torch.Stream) -> None:
         """Run the update of a unit, and make another stream wait for its weights."""
         self._run_units(unit)
-        self._order_after_copies(stream)
-
-    def _order_after_copies(self, stream: torch.Stream) -> None:
         assert self._host_update is not None
-        assert isinstance(stream, torch.cuda.Stream)
         self._host_update.order_after_copies(stream)

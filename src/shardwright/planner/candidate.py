@@ -181,10 +181,9 @@ class Candidate:
     @property
     def _can_offload_weights(self) -> bool:
         """True if `train` can offload weights: trained ones by `trained_offload_checks`."""
-        if self.reference == "frozen" or self.adapter is not None:
-            return self.reference != "frozen"
         is_late = self.is_updated_on_host and (self.parameter_offload == "disk" or self.keeps_zeros)
-        return self.offload != "none" and self.optimizer != "sgd" and not is_late
+        is_updated = self.offload != "none" and self.optimizer != "sgd" and not is_late
+        return self.reference != "frozen" and (self.adapter is not None or is_updated)
 
     @property
     def quantised_shares(self) -> ScaledShares | None:

@@ -120,7 +120,7 @@ def overlap_update(
     working_weights = model.decoder.working_weights
     overlap: UpdateOverlap
     if has_host_update:
-        overlap = HostDeferredUpdate(units, working_weights, model.device)
+        overlap = HostDeferredUpdate(units, working_weights)
     elif is_deferred:
         overlap = DeferredUpdate(units, working_weights)
     else:

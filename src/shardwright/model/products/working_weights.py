@@ -182,7 +182,6 @@ class WorkingWeights:
     def leave_out(self, parameters: Iterable[Tensor]) -> None:
         """Leave copies of these parameters to `update`: they are not always on the device."""
         self._offloaded.update(parameters)
-        self._copies_of_block.clear()
 
     def are_current(self, parameters: Iterable[Tensor]) -> bool:
         """Return True if each of these parameters has a copy, or codes, with its values."""
