@@ -17,3 +17,13 @@ def device_ranks() -> Iterator[RankPool]:
     forkserver.ensure_running()  # before the pool sets its own imports
     with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
         yield pool
+
+
+@pytest.fixture
+def own_device_ranks(device_ranks: RankPool) -> Iterator[RankPool]:
+    """Return a pool for one test, whose ranks fail in the middle of a step.
+
+    The other pool has prepared the server of its processes, which then have the device.
+    """
+    with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
+        yield pool

@@ -279,9 +279,9 @@ def test_a_failing_disk_ends_a_step_with_an_update_in_the_backward_pass(
 
 @pytest.mark.parametrize("name", ["zero0", "zero3"])
 def test_passes_before_the_copies_of_their_weights_are_detected(
-    device_ranks: RankPool, tmp_path: Path, name: str
+    own_device_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    found = device_ranks.run(2, train_without_order, LAYOUTS[name][0], tmp_path)
+    found = own_device_ranks.run(2, train_without_order, LAYOUTS[name][0], tmp_path)
     assert all("missing event" in error for error in found), found
 
 

@@ -5,7 +5,6 @@ by events, the bits are those of resident shards, and the devices have less memo
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,16 +142,6 @@ def compare(
         expected.peak_bytes - got.peak_bytes,
         got.present_bytes,
     )
-
-
-@pytest.fixture
-def own_device_ranks(device_ranks: RankPool) -> Iterator[RankPool]:
-    """Return a pool for one test, whose ranks fail in the middle of a step.
-
-    The other pool has prepared the server of its processes, which then have the device.
-    """
-    with RankPool(timeout_seconds=120.0, backend="gloo") as pool:
-        yield pool
 
 
 CASES = {
