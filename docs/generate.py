@@ -2,7 +2,7 @@
 out of date.
 
 reference/recipe.md comes from the recipe's JSON schema, reference/verbs.md from the help of the
-command line, and the table of techniques in guide.md from the planner.
+command line, the tables of techniques in guide.md and of settings in offload.md from the planner.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ END = "<!-- end of table -->"
 def pages() -> dict[Path, str]:
     """Return the current text of every generated page."""
     guide = DOCS / "guide.md"
+    offload = DOCS / "offload.md"
     architecture = DOCS / "architecture.md"
     return {
         DOCS / "reference" / "recipe.md": render_recipe_page(),
         DOCS / "reference" / "verbs.md": render_verbs_page(),
-        guide: _replace_table(
-            guide, runpy.run_path(str(DOCS / "techniques.py"))["render_techniques"]()
-        ),
+        guide: _replace_table(guide, _run("techniques.py", "render_techniques")),
+        offload: _replace_table(offload, _run("offload_settings.py", "render_offload_settings")),
         architecture: _replace_table(architecture, render_layers()),
     }
+
+
+def _run(script: str, function: str) -> str:
+    """Return the table that `function` of a script in this folder renders."""
+    table: str = runpy.run_path(str(DOCS / script))[function]()
+    return table
 
 
 def _replace_table(page: Path, table: str) -> str:
