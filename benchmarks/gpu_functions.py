@@ -11,6 +11,7 @@ was compiled.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import statistics
@@ -451,8 +452,15 @@ def measure_distance(found: Tensor, expected: Tensor) -> float:
 
 def main() -> None:
     """Measure every case and write the result."""
-    device = torch.device(sys.argv[1])
-    sizes = SIZES[sys.argv[2]]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("device", type=torch.device, help="cuda or cpu")
+    parser.add_argument("sizes", choices=sorted(SIZES))
+    parser.add_argument("out", type=Path, metavar="RESULT.json")
+    options = parser.parse_args()
+    device = options.device
+    sizes = SIZES[options.sizes]
     elements = sum(rows * columns for rows, columns in sizes.matrices.values())
     result: dict[str, Any] = {"num_elements": elements, "functions": {}}
     failures = []
@@ -467,7 +475,7 @@ def main() -> None:
         except Exception as error:  # the other cases are still measured
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
-        Path(sys.argv[3]).write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     if failures:
         sys.exit("; ".join(failures))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.architecture import HFShape, read_recipe_shape
-from shardwright.config.recipe_source import RecipeSource, load_recipe
+from shardwright.config.recipe_source import RecipeSource, list_texts, load_recipe
+from shardwright.errors import InputError
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
 
@@ -84,6 +85,8 @@ def plan(
     from shardwright.planner.step_profile import read_step_profile
 
     loaded = load_recipe(recipe)
+    if num_layouts < 1:
+        raise InputError("too small", field="num_layouts", got=num_layouts, allowed="at least 1")
     target = choose_cluster(loaded, cluster, num_nodes=num_nodes, link=link, profile=profile)
     expert_loads = (
         None
@@ -210,8 +213,8 @@ def verify(
     from shardwright.verification.rank_pool import RankPool
     from shardwright.verification.verification import verify as verify_layouts
 
-    chosen_dtypes = choose_dtypes(dtypes)
-    chosen_layouts = choose_layouts(layouts, max_ranks, loaded.layout)
+    chosen_dtypes = choose_dtypes(list_texts(dtypes))
+    chosen_layouts = choose_layouts(list_texts(layouts), max_ranks, loaded.layout)
     shape = shrink_shape(
         read_verification_shape(loaded), num_layers=num_layers, hidden_size=hidden_size
     )
@@ -267,7 +270,7 @@ def train(
         num_ranks=num_ranks,
         resume=resume,
         resume_if_started=resume_if_started,
-        allow_drift=allow_drift,
+        allow_drift=list_texts(allow_drift),
         open_progress=open_progress,
         planned_from=original if original.layout.auto else None,
     )
@@ -285,7 +288,7 @@ def generate(
     seed: int = 0,
     should_stop_at_eos: bool = True,
     should_slide: bool = False,
-    checkpoint: str = "latest",
+    checkpoint: str | int = "latest",
     device: str = "auto",
     dtype: str = "auto",
     on_load: Callable[[ModelSource], None] = lambda _model: None,
@@ -319,7 +322,7 @@ def generate(
 
     torch_device = parse_device(device)
     default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
-    model = open_model_source(source, checkpoint)
+    model = open_model_source(source, str(checkpoint))
     tokenizer = model.load_tokenizer()
     decoder = load_decoder(model, device=torch_device, dtype=parse_dtype(dtype, default_dtype))
     on_load(model)
@@ -355,7 +358,7 @@ def export(
     dtype: str = "auto",
     quantise: str | None = None,
     quantise_exclude: Sequence[str] = (),
-    checkpoint: str = "latest",
+    checkpoint: str | int = "latest",
     max_shard_bytes: int = 5_000_000_000,
     should_overwrite: bool = False,
     should_check: bool = True,
@@ -394,7 +397,7 @@ def export(
 
     # Before any weights are read: merging and comparing a large model takes minutes.
     check_export_folder(folder, should_overwrite=should_overwrite, sources=(source,))
-    model = open_model_source(source, checkpoint)
+    model = open_model_source(source, str(checkpoint))
     if model.base is not None:
         check_export_folder(folder, should_overwrite=should_overwrite, sources=(model.base,))
     on_load(model)
@@ -408,7 +411,7 @@ def export(
             check=should_check,
         )
     exported = merge_adapters(model) if should_merge else model
-    quantisation = select_quantisation(exported, quantise, quantise_exclude)
+    quantisation = select_quantisation(exported, quantise, list_texts(quantise_exclude))
     if should_merge and should_check:
         check_merged_logits(model, exported)
     return export_hf_folder(

@@ -27,6 +27,7 @@ Any other exception that escapes is a bug of ours and is shown with its tracebac
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -212,6 +213,19 @@ def find_closest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -
     """
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def explain_missing_path(path: str) -> str:
+    """Return a sentence about a path that does not exist, with a space after it, or nothing: a
+    variable without braces is not replaced.
+
+    >>> explain_missing_path("$HOME/data")
+    'Variables are replaced in braces only: write ${HOME}. '
+    >>> explain_missing_path("data")
+    ''
+    """
+    name = re.search(r"\$([A-Za-z_][A-Za-z0-9_]*)", path)
+    return f"Variables are replaced in braces only: write ${{{name[1]}}}. " if name else ""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str | None:

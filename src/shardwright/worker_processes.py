@@ -1,11 +1,34 @@
-"""Start of worker processes that Ctrl-C does not reach: it ends their parent, which ends them."""
+"""Start of worker processes that Ctrl-C does not reach: it ends their parent, which ends them.
+So does SIGTERM."""
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from types import FrameType
+
+
+@contextmanager
+def interrupt_on_termination() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM too during the block, so that the block ends its workers.
+
+    By default SIGTERM ends this process at once, and its workers run until they answer it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone sets handlers
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager

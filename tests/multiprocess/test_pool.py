@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,3 +95,64 @@ def test_a_blocked_rank_is_named() -> None:
         pool.run(2, sum_of_ranks, 0)  # starting a group takes seconds; an answer does not
         with pytest.raises(RankFailed, match=r"no answer from rank 1 of 2 within 4 s"):
             pool.run(2, stall_on, 1, timeout_seconds=4.0)
+
+
+STOPPED_SCRIPT = """
+import os, time
+from shardwright.cli.main import main
+from shardwright.verification.rank_pool import RankPool
+from shardwright.worker_processes import interrupt_on_termination
+
+def answer(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+def verify():
+    with interrupt_on_termination(), RankPool() as pool:
+        print(*pool.run(2, answer, 0.0), flush=True)
+        pool.run(2, answer, SECONDS)
+
+if __name__ == "__main__":
+    import shardwright.cli.schema
+    shardwright.cli.schema.schema_command = verify
+    main(["schema"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "code", "message"),
+    [
+        (signal.SIGTERM, 600.0, 130, "interrupted; nothing new was saved\n"),
+        (signal.SIGINT, 600.0, 130, "interrupted; nothing new was saved\n"),
+        (signal.SIGKILL, 2.0, -signal.SIGKILL, ""),
+    ],
+)
+def test_a_stopped_verification_leaves_one_line_and_no_process(
+    tmp_path: Path, number: signal.Signals, seconds: float, code: int, message: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED_SCRIPT.replace("SECONDS", str(seconds)))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.5)  # the ranks are in the call that takes long
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)  # ends when the last rank closes the pipe
+    assert process.returncode == code
+    assert errors == message
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    """Return False for a zombie too, which a container may never collect."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -431,3 +431,30 @@ def test_layout_auto_offloads_if_no_layout_fits(recipe_folder: Path, tmp_path: P
         assert step.activation_written_bytes >= memory.offloaded_activation_bytes[0] > 2**23
         assert step.activation_read_bytes == step.activation_written_bytes
     assert "of saved tensors are offloaded" in render_page(load_runs([run]))
+
+
+def test_skipped_records_are_logged_once(recipe_folder: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{a} + {b} = {a + b}"}) for a in range(20) for b in range(20)]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "sums.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
+    (data / "notes.pdf").write_text("x")
+    words = [f"data.sources={data}", "data.validation_fraction=0.0", "training.max_steps=1"]
+    changes = [word for change in words for word in ("--set", change)]
+    done = train(recipe_folder, tmp_path / "run", "--nproc", "2", *changes)
+    assert done.returncode == ExitCode.DONE, done.stderr
+    assert done.stderr.count("skipped 1 of 401 records of data.sources") == 1
+    assert done.stderr.count("skipped files of unsupported formats") == 1
+    # Under torchrun no process prepares the data before the ranks.
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "shardwright", "train"]
+    run = ["--run-dir", str(tmp_path / "launched")]
+    launched = subprocess.run(
+        [*command, str(recipe_folder / "recipe.yaml"), *run, *changes],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        env=build_environment(),
+        check=False,
+    )
+    assert launched.returncode == ExitCode.DONE, launched.stderr
+    assert launched.stderr.count("skipped 1 of 401 records of data.sources") == 1

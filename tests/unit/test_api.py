@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def test_training_generating_exporting_and_reading_the_run(tmp_path: Path) -> No
     exported = sw.export(run.path, tmp_path / "model", should_check=False)
     assert (tmp_path / "model/config.json").is_file()
     assert exported.num_parameters > 0
+    assert sw.generate(run.path, "the", max_new_tokens=5, seed=3, checkpoint=3) == completion
     again = sw.generate(tmp_path / "model", "the", max_new_tokens=5, seed=3)
     assert again.text == completion.text
 
@@ -193,3 +195,38 @@ def test_event_tables(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="unknown event kind"):
         build_event_table(events, "evaluations")
     assert len(build_event_table(events, "step")) == 0
+
+
+def test_one_text_stands_for_a_list_of_it(tmp_path: Path) -> None:
+    document = build_recipe(tmp_path)
+    assert sw.load_recipe(document, overrides="training.max_steps=7").training.max_steps == 7
+    with pytest.raises(InputError, match=r"--layout zero_stage: not an allowed value \(got 9"):
+        sw.verify(document, "zero_stage=9")
+    with pytest.raises(InputError, match=r"got float33"):
+        sw.verify(document, dtypes="float33")
+    with pytest.raises(InputError, match=r"--fix: not a setting that tuning changes \(got batch"):
+        sw.tune(document, fixed="batch")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda recipe: sw.load_recipe(3), r"recipe: not a recipe \(got 3; allowed: the path"),
+        (lambda recipe: sw.load_recipe(None), r"recipe: not a recipe \(got None"),
+        (
+            lambda recipe: sw.load_recipe(recipe, layout={"tp": 2}),
+            r"layout: not text \(got {'tp': 2}",
+        ),
+        (
+            lambda recipe: sw.plan(recipe, 8),
+            r"cluster: not the name of devices \(got 8; allowed: e",
+        ),
+        (lambda recipe: sw.plan(recipe, "2xcpu", num_layouts=-1), r"num_layouts: too small"),
+        (lambda recipe: sw.plan(recipe, "2xcpu", lora_rank=0), r"lora_rank: too small \(got 0; "),
+    ],
+)
+def test_arguments_of_another_type_or_size_are_refused(
+    tmp_path: Path, call: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        call(build_recipe(tmp_path))

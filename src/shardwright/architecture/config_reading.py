@@ -14,7 +14,7 @@ from shardwright.architecture.config_fields import ConfigFields
 from shardwright.architecture.families import MODEL_FAMILIES
 from shardwright.architecture.model_shape import ModelShape
 from shardwright.config import Recipe
-from shardwright.errors import ArchitectureError, suggest_name
+from shardwright.errors import ArchitectureError, explain_missing_path, suggest_name
 from shardwright.files import detect_file_kind, read_text
 
 PLACEHOLDER_VOCAB_SIZE = 257
@@ -156,7 +156,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"the model's config.json cannot be read: {error.strerror}",
             field="model.path",
             got=path,
-            remedy=f"Name a folder that contains config.json; relative paths start at {Path.cwd()}",
+            remedy=f"{explain_missing_path(str(path))}"
+            f"Name a folder that contains config.json; relative paths start at {Path.cwd()}",
         ) from error
     except (ValueError, RecursionError) as error:
         raise ArchitectureError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,12 @@ import typer
 
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.json_output import fail_check, print_json
-from shardwright.cli.output.page_output import write_page, write_text
+from shardwright.cli.output.page_output import (
+    ShouldOverwrite,
+    check_new_file,
+    write_page,
+    write_text,
+)
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -142,22 +146,13 @@ def check_command(
 @app.command("recorder")
 def recorder_command(
     out: RecorderOutput = Path("recorder.py"),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file that exists.")
-    ] = False,
+    overwrite: ShouldOverwrite = False,
 ) -> None:
     """Write the recorder as one file that needs only torch and safetensors."""
     from importlib import resources
 
     # `recorder.py` is the default: a file of that name may be the user's own.
-    if os.path.isfile(out) and not overwrite:
-        raise InputError(
-            "the file exists",
-            field="--out",
-            got=str(out),
-            allowed="a new file",
-            remedy="Name another file, or use --overwrite",
-        )
+    check_new_file(out, should_overwrite=overwrite)
     source = resources.files("shardwright.audit").joinpath("recorder.py")
     write_text(out, source.read_text(encoding="utf-8"))
     sys.stdout.write(f"recorder: {out}\n")

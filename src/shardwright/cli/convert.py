@@ -12,7 +12,7 @@ import typer
 
 from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.cli.output.json_output import print_json
-from shardwright.cli.output.page_output import write_text
+from shardwright.cli.output.page_output import ShouldOverwrite, check_new_file, write_text
 from shardwright.errors import InputError
 
 
@@ -35,6 +35,7 @@ def convert_command(
         Path | None,
         typer.Option("--out", metavar="RECIPE", help="Output file; default standard output."),
     ] = None,
+    overwrite: ShouldOverwrite = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Convert another system's configuration to a recipe; list the keys not carried over, and
@@ -45,6 +46,7 @@ def convert_command(
         raise InputError(
             "unknown system", field="--from", got=system, allowed=", ".join(CONFIG_READERS)
         )
+    check_new_file(out, should_overwrite=overwrite)
     converted = convert(file, system, overrides or ())
     text = converted.as_yaml(file.name)
     if out is not None:

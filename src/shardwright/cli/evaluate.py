@@ -21,6 +21,7 @@ from shardwright.cli.options import (
     enable_log,
 )
 from shardwright.cli.output.json_output import print_json
+from shardwright.cli.output.page_output import check_not_input, check_output_file, write_text
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def evaluate_command(
 
     from shardwright.inference.exact_match import (
         DEFAULT_PATTERN,
+        check_prompt_lengths,
         load_prompt_encoder,
         read_tasks,
         run_tasks,
@@ -92,16 +94,18 @@ def evaluate_command(
     selected = read_tasks(
         questions, load_prompt_encoder(model, source, tokenizer), pattern=pattern, limit=limit
     )
+    # Before texts are generated, which may take hours.
+    check_prompt_lengths(selected, model.shape.max_position_embeddings)
+    path = _choose_output(out, source, questions, model)
     decoder = load_decoder(model, device=torch_device, dtype=precision)
     started = time.monotonic()
     printed = started
     completions: list[ExactMatchResult] = []
-    stop_ids = model.stop_ids(tokenizer)
     for answered in run_tasks(
         decoder,
         tokenizer,
         selected,
-        stop_ids=stop_ids,
+        stop_ids=model.stop_ids(tokenizer),
         pattern=pattern,
         max_new_tokens=max_new_tokens,
     ):
@@ -112,7 +116,8 @@ def evaluate_command(
                 f"{len(completions)} of {len(selected)}: "
                 f"{sum(item.is_correct for item in completions)} correct\n"
             )
-    path = _write_completions(out, source, model, completions)
+    if path is not None:
+        _write_completions(path, completions)
     score = _compute_score(completions) | {
         "source": model.name,
         "step": model.step,
@@ -161,30 +166,34 @@ def _format_score(score: dict[str, object], path: Path | None) -> str:
     return text + (f"; texts in {path}\n" if path is not None else "\n")
 
 
-def _write_completions(
-    out: Path | None, source: Path, model: ModelSource, completions: list[ExactMatchResult]
+def _choose_output(
+    out: Path | None, source: Path, questions: Path, model: ModelSource
 ) -> Path | None:
-    """Write one line per question and return the path; without --out, only for a run folder."""
+    """Return the path for the texts; without --out, None unless the model is a run's.
+
+    Raises:
+        InputError: it cannot be written, or is the file with the questions.
+    """
     if out is None and model.step is None:
         return None
     path = out if out is not None else source / f"exact-match-{model.step}.jsonl"
-    try:
-        with open(path, "w", encoding="utf-8") as stream:
-            for item in completions:
-                line = {
-                    "file": item.task.file,
-                    "line": item.task.line_number,
-                    "expected": item.task.expected_text,
-                }
-                line |= {
-                    "answer": item.extracted_text,
-                    "correct": item.is_correct,
-                    "stopped": item.stop_reason,
-                    "text": item.completion_text,
-                }
-                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"cannot be written: {error.strerror}", field="--out", got=str(path)
-        ) from error
+    check_not_input(path, questions, option="--out", read_by="--questions")
+    check_output_file(path, option="--out")
     return path
+
+
+def _write_completions(path: Path, completions: list[ExactMatchResult]) -> None:
+    """Write one line per question."""
+    lines = []
+    for item in completions:
+        line = {
+            "file": item.task.file,
+            "line": item.task.line_number,
+            "expected": item.task.expected_text,
+            "answer": item.extracted_text,
+            "correct": item.is_correct,
+            "stopped": item.stop_reason,
+            "text": item.completion_text,
+        }
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    write_text(path, "".join(lines))

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
 from shardwright.cli.output.json_output import print_json
-from shardwright.cli.output.page_output import write_text
+from shardwright.cli.output.page_output import ShouldOverwrite, check_new_file, write_text
 from shardwright.cli.verbs import VERBS
 from shardwright.cluster import kubernetes, slurm, torchrun
 from shardwright.cluster.job import (
@@ -121,11 +121,13 @@ def _launch(
     cores: Cores = None,
     save_seconds: SaveSeconds = 300,
     out: LaunchOutput = None,
+    overwrite: ShouldOverwrite = False,
     submit: Submit = False,
     json_output: JsonOutput = False,
     **own_options: Any,
 ) -> None:
     """Write the script, manifest or commands of launcher `kind`; submit them if requested."""
+    check_new_file(out, should_overwrite=overwrite)
     launcher = _LAUNCHERS[kind]
     environment = parse_environment(env or [])
     os.environ.update(environment)  # values of the recipe's ${NAME} on the nodes
@@ -208,7 +210,7 @@ def _build_command(
                 default=False,
                 annotation=Annotated[bool, flag],
             )
-    for name in ("out", "submit", "json_output"):  # the help lists them last
+    for name in ("out", "overwrite", "submit", "json_output"):  # the help lists them last
         parameters[name] = parameters.pop(name)
     if not any(_LAUNCHERS[kind].submit_command for kind in kinds):
         del parameters["submit"]

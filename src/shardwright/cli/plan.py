@@ -12,7 +12,13 @@ import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, ProfilePath, RecipePath
 from shardwright.cli.output.json_output import print_json
-from shardwright.cli.output.page_output import HtmlOutput, write_page, write_text
+from shardwright.cli.output.page_output import (
+    HtmlOutput,
+    ShouldOverwrite,
+    check_new_file,
+    write_page,
+    write_text,
+)
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, LayoutError
 
@@ -131,6 +137,7 @@ def plan_command(
     quantised: QuantisedOption = False,
     emit: EmitOption = None,
     out: EmitOutput = None,
+    overwrite: ShouldOverwrite = False,
     measured_steps: MeasuredStepsOption = True,
     data: DataOption = False,
     expert_load: ExpertLoadOption = None,
@@ -144,6 +151,7 @@ def plan_command(
     """
     started = time.perf_counter()
     _check_emit(emit, out)
+    check_new_file(out, should_overwrite=overwrite)
     loaded_recipe = load_recipe(recipe, overrides or [])
     # Imported here: the catalogue and the planner take time that `--help` does not need.
     from shardwright import api

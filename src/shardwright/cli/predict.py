@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 
 from shardwright.cli.options import JsonOutput
 from shardwright.cli.output.json_output import print_json
+from shardwright.cli.output.page_output import check_not_input, check_output_file, write_text
 from shardwright.errors import DataError, InputError
 
 Measurements = Annotated[
@@ -50,27 +52,25 @@ def predict_command(
     )
     from shardwright.planner.published.predictions import OUTPUT_COLUMNS, predict_row
 
+    check_not_input(out, measurements, option="--out", read_by="--measurements")
+    check_output_file(out, option="--out")
     rows = read_rows(measurements)
     refused: dict[str, list[str]] = {}
     assumed: dict[str, list[str]] = {}
-    try:
-        with open(out, "w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=OUTPUT_COLUMNS)
-            table.writeheader()
-            for row in rows:
-                try:
-                    run = read_published_run(row["id"], extract_configuration(row))
-                    table.writerow(predict_row(run).as_row())
-                except InputError as error:
-                    refused.setdefault(str(error), []).append(row["id"])
-                    table.writerow({"id": row["id"]})
-                else:
-                    for assumption in run.assumptions:
-                        assumed.setdefault(assumption, []).append(row["id"])
-    except OSError as error:
-        raise DataError(
-            f"the predictions cannot be written: {error.strerror}", field="--out", got=out
-        ) from error
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, fieldnames=OUTPUT_COLUMNS)
+    table.writeheader()
+    for row in rows:
+        try:
+            run = read_published_run(row["id"], extract_configuration(row))
+            table.writerow(predict_row(run).as_row())
+        except InputError as error:
+            refused.setdefault(str(error), []).append(row["id"])
+            table.writerow({"id": row["id"]})
+        else:
+            for assumption in run.assumptions:
+                assumed.setdefault(assumption, []).append(row["id"])
+    write_text(out, text.getvalue())
     _print_outcome(len(rows), refused, assumed, out, as_json)
 
 

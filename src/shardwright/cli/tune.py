@@ -10,6 +10,7 @@ import typer
 
 from shardwright.cli.options import JsonOutput, Overrides, ProfilePath, RecipePath
 from shardwright.cli.output.json_output import print_json
+from shardwright.cli.output.page_output import ShouldOverwrite, check_new_file
 from shardwright.config import load_recipe
 from shardwright.errors import InputError, Preempted
 
@@ -96,6 +97,7 @@ def tune_command(
     fix: FixedSettings = None,
     folder: ResultsFolder = None,
     out: RecipeOutput = None,
+    overwrite: ShouldOverwrite = False,
     resume: ResumeOption = False,
     overrides: Overrides = None,
     json_output: JsonOutput = False,
@@ -109,6 +111,7 @@ def tune_command(
     max_trial_seconds = (
         None if trial_limit is None else parse_duration(trial_limit, field="--trial-limit")
     )
+    check_new_file(out, should_overwrite=overwrite)
     loaded_recipe = load_recipe(recipe, overrides or [])
     from shardwright.cli.output.console import open_console
     from shardwright.cli.output.data_progress import show_data_progress

@@ -12,6 +12,7 @@ from shardwright.cli.options import JsonOutput, Overrides
 from shardwright.cli.output.json_output import fail_check, print_json
 from shardwright.config import load_recipe
 from shardwright.errors import InputError
+from shardwright.worker_processes import interrupt_on_termination
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +126,8 @@ def verify_command(
             "has no effect with --all, which verifies built-in models in cases of its own",
             "Remove it, or remove --all",
         )
-        _verify_all(max_ranks, json_output)
+        with interrupt_on_termination():
+            _verify_all(max_ranks, json_output)
         return
     _refuse_options(
         {"--max-ranks": None if max_ranks == _DEFAULT_MAX_RANKS else max_ranks},
@@ -147,7 +149,7 @@ def verify_command(
     dtypes = choose_dtypes(dtype or ())
     console = open_console(stderr=json_output)
 
-    with console.status("starting ranks") as status:
+    with interrupt_on_termination(), console.status("starting ranks") as status:
         report = api.verify(
             loaded_recipe,
             layouts or (),

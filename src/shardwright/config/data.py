@@ -69,7 +69,13 @@ def _parse_sources(value: Any) -> Any:
     return value
 
 
+def _parse_optional_sources(value: Any) -> Any:
+    return () if value is None else _parse_sources(value)
+
+
 DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_sources)]
+OptionalDataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_parse_optional_sources)]
+"""Sources, or null for none, as other keys without a value have it."""
 
 
 class WeightKnot(RecipeSection):
@@ -110,9 +116,9 @@ class DataSection(RecipeSection):
     """Set it for sources that are larger than the disk. Each file of the sources is fetched,
     tokenised and removed again, in a bounded cache. Needs a tokenizer (`tokenizer.path`) or
     token ids, and separate validation sources."""
-    validation: DataSources = ()
-    """Validation data. Without it, `validation_fraction` of the training samples is held
-    out."""
+    validation: OptionalDataSources = ()
+    """Validation data; null or an empty list for none. Without it, `validation_fraction` of the
+    training samples is held out."""
     validation_fraction: Fraction = 0.0
     """Fraction of the training samples held out for validation."""
     validation_split: Literal["documents", "tail"] = "documents"

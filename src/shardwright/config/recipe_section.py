@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,11 +21,12 @@ from shardwright.units import GIB_BYTES, SIZE_PATTERN, parse_bytes
 
 _MAX_PATH_BYTES = 4095
 _MAX_PART_BYTES = 255
+_BARE_VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def _read_path(text: str) -> str:
     """Expand a leading `~`; refuse paths that no Linux file system accepts, before they are
-    opened. URLs stay as they are."""
+    opened, and variables without braces. URLs stay as they are."""
     if not text.strip():
         raise ValueError("the path is empty")
     if "://" in text:
@@ -34,6 +36,12 @@ def _read_path(text: str) -> str:
         raise ValueError("the home folder `~` is unknown; set HOME, or give the whole path")
     if len(os.fsencode(text)) > _MAX_PATH_BYTES:
         raise ValueError(f"the path is longer than {_MAX_PATH_BYTES:,} bytes")
+    variable = _BARE_VARIABLE.search(text)
+    if variable is not None and variable[1] in os.environ and not os.path.lexists(text):
+        raise ValueError(
+            f"variables are replaced in braces only: write ${{{variable[1]}}}, or create the path "
+            f"if `{variable[0]}` is part of its name"
+        )
     longest = max(len(os.fsencode(part)) for part in text.split("/"))
     if longest > _MAX_PART_BYTES:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import build_recipe
 from shardwright.config.recipe_loading import load_recipe as load_recipe_file
+from shardwright.errors import LayoutError, RecipeError
 
 RecipeSource = Recipe | str | Path | Mapping[str, Any]
 """Recipe, path of a YAML file, or mapping with the keys of a recipe."""
@@ -26,18 +27,38 @@ def load_recipe(
 
     Raises:
         RecipeError, LayoutError: with the field, the value, the allowed values and the closest
-            known key.
+            known key. Also for a source or a layout of another type.
 
     >>> load_recipe({"model": {"path": "my-model"}, "data": {"sources": "text.txt"}, "training": {
     ...     "sequence_length": 128, "max_steps": 10, "learning_rate": 1e-3,
     ...     "micro_batch_size": 1}}, layout="dp_shard=2,zero_stage=3").layout.zero_stage
     3
     """
-    overrides = list(overrides)
+    overrides = list_texts(overrides)
+    if layout is not None and not isinstance(layout, str):
+        raise LayoutError(
+            "not text", field="layout", got=repr(layout), allowed="e.g. 'tp=2,zero_stage=3'"
+        )
     if isinstance(source, str | Path):
         return load_recipe_file(source, overrides, layout)
     if isinstance(source, Recipe):
         if not overrides and layout is None:
             return source
         source = source.model_dump(mode="json")
+    if not isinstance(source, Mapping):
+        raise RecipeError(
+            "not a recipe",
+            field="recipe",
+            got=repr(source),
+            allowed="the path of a YAML file, a mapping, or a Recipe",
+        )
     return build_recipe(source, overrides, layout)
+
+
+def list_texts(texts: Iterable[str]) -> list[str]:
+    """Return texts as a list; one text alone is a list of it, not of its characters.
+
+    >>> list_texts("zero_stage=3"), list_texts(("tp=2", "pp=2"))
+    (['zero_stage=3'], ['tp=2', 'pp=2'])
+    """
+    return [texts] if isinstance(texts, str) else list(texts)

@@ -161,7 +161,7 @@ def _build_script_notes(request: EmitRequest) -> list[str]:
 
 def read(source: SourceDocument, draft: RecipeDraft) -> None:
     """Read an Accelerate configuration for DDP, FSDP or DeepSpeed."""
-    kind = source.pop_value("distributed_type", "NO")
+    kind = _read_no(source.pop_value("distributed_type", "NO"), "NO")
     for key in (*_IGNORED_KEYS, *_MACHINE_KEYS, *_TPU_KEYS):
         value = source.pop_value(key)
         if (
@@ -170,7 +170,7 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
             and value not in (None, 0, "all")
         ):
             draft.drop(key, value, "`shardwright launch` determines where ranks run")
-    precision = source.pop_value("mixed_precision", "no")
+    precision = _read_no(source.pop_value("mixed_precision", "no"), "no")
     if precision == "fp8":
         draft.drop("mixed_precision", precision, FP8_NOT_CARRIED)
     else:
@@ -203,6 +203,11 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.require_keys("training.micro_batch_size")
 
 
+def _read_no(value: Any, no: str) -> Any:
+    """Return the text of `no` without quotes, which YAML reads as false."""
+    return no if value is False else value
+
+
 def _read_distributed_type(kind: str, source: SourceDocument, draft: RecipeDraft) -> None:
     if kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         draft.set_value("layout.zero_stage", 0, "distributed_type")
@@ -219,7 +224,7 @@ def _read_distributed_type(kind: str, source: SourceDocument, draft: RecipeDraft
         degree = source.pop_value(key)
         if degree != 1:
             draft.set_value(f"layout.{axis}", degree, key)
-    strategy = source.pop_value("parallelism_config.parallelism_config_cp_comm_strategy")
+    strategy = source.pop_name("parallelism_config.parallelism_config_cp_comm_strategy")
     methods = {source_key: ours for ours, source_key in _CP_COMM_STRATEGIES.items()}
     if strategy is not None and strategy not in methods:
         draft.drop(
@@ -283,7 +288,7 @@ def read_fsdp(source: SourceDocument, draft: RecipeDraft) -> None:
 
 
 def _read_deepspeed_section(source: SourceDocument, draft: RecipeDraft) -> None:
-    section = source.pop_value("deepspeed_config") or {}
+    section = source.pop_mapping("deepspeed_config")
     for source_key, ours in (
         ("gradient_accumulation_steps", "training.gradient_accumulation_steps"),
         ("zero_stage", "layout.zero_stage"),

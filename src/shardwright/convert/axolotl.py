@@ -130,7 +130,7 @@ def read(source: SourceDocument, draft: RecipeDraft) -> None:
 
 
 def _read_length(source: SourceDocument, draft: RecipeDraft) -> None:
-    steps = source.pop_value("max_steps")
+    steps = source.pop_number("max_steps")
     if steps is not None and steps > 0:
         draft.set_value("training.max_steps", steps, "max_steps")
     for source_key, ours in _STEP_KEYS.items():
@@ -148,7 +148,7 @@ def _read_length(source: SourceDocument, draft: RecipeDraft) -> None:
                 else "evaluation.every_steps"
             )
             draft.drop(source_key, value, f"counted in epochs; set {ours} in steps")
-    ratio = source.pop_value("warmup_ratio")
+    ratio = source.pop_number("warmup_ratio")
     limit = draft.get_value("training.max_steps")
     if ratio and isinstance(limit, int):
         draft.set_value("training.warmup_steps", round(ratio * limit), "warmup_ratio")
@@ -160,8 +160,8 @@ def _read_length(source: SourceDocument, draft: RecipeDraft) -> None:
 
 
 def _read_optimisation(source: SourceDocument, draft: RecipeDraft) -> None:
-    name = source.pop_value("optimizer", "adamw_torch_fused")
-    if name in _OPTIMIZERS:
+    name = source.pop_name("optimizer", "adamw_torch_fused")
+    if name is not None and name in _OPTIMIZERS:
         draft.set_value("optimizer.name", _OPTIMIZERS[name], "optimizer")
         if name.startswith("paged_"):
             draft.add_remark(f"optimizer: {name}: the same updates; moments stay on the device")
@@ -171,7 +171,7 @@ def _read_optimisation(source: SourceDocument, draft: RecipeDraft) -> None:
         draft.drop(
             "optimizer", name, f"allowed here: {', '.join(sorted(set(_OPTIMIZERS.values())))}"
         )
-    schedule = source.pop_value("lr_scheduler", "cosine")
+    schedule = source.pop_name("lr_scheduler", "cosine")
     if schedule in _SCHEDULES:
         draft.set_value("training.schedule", _SCHEDULES[schedule], "lr_scheduler")
     else:
@@ -180,7 +180,7 @@ def _read_optimisation(source: SourceDocument, draft: RecipeDraft) -> None:
             schedule,
             f"allowed here: {', '.join(_SCHEDULES)}, and warmup_stable_decay",
         )
-    ratio = source.pop_value("cosine_min_lr_ratio")
+    ratio = source.pop_number("cosine_min_lr_ratio")
     rate = draft.get_value("training.learning_rate")
     if ratio and isinstance(rate, float | int):
         draft.set_value("training.min_learning_rate", ratio * rate, "cosine_min_lr_ratio")

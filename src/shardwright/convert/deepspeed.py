@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig, build_warmup_notes
 from shardwright.convert.recipe_draft import TRAINER_AUTO, RecipeDraft, SourceDocument
+from shardwright.errors import InputError
 
 _OFFLOAD_TIERS = {"cpu": "host", "nvme": "disk"}
 _OFFLOAD_KEYS = {
@@ -241,7 +242,7 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
     if isinstance(shard, int) and shard > 0:
         draft.set_value("layout.dp_shard", shard, "zero_optimization.mics_shard_size")
     offload = source.pop_value("zero_optimization.offload_optimizer")
-    if isinstance(offload, dict) and offload.get("device") in _OFFLOAD_TIERS:
+    if isinstance(offload, dict) and str(offload.get("device")) in _OFFLOAD_TIERS:
         key = "zero_optimization.offload_optimizer"
         draft.set_value("offload.optimizer", _OFFLOAD_TIERS[offload["device"]], key)
         if offload["device"] == "nvme" and "nvme_path" in offload:
@@ -249,7 +250,7 @@ def _read_zero(source: SourceDocument, draft: RecipeDraft) -> None:
     offload = source.pop_value("zero_optimization.offload_param")
     if isinstance(offload, dict) and offload.get("device", "none") != "none":
         key = "zero_optimization.offload_param"
-        if offload["device"] in _OFFLOAD_TIERS and draft.get_value("offload.optimizer"):
+        if str(offload["device"]) in _OFFLOAD_TIERS and draft.get_value("offload.optimizer"):
             draft.set_value("offload.parameters", _OFFLOAD_TIERS[offload["device"]], key)
         else:
             reason = "offload.parameters is for runs that offload the optimizer states, too"
@@ -309,7 +310,16 @@ def _read_optimizer(source: SourceDocument, draft: RecipeDraft) -> None:
         }
         draft.set_value("optimizer.name", "adamw", "optimizer.type")
         betas = settings["betas"]
-        beta1, beta2 = betas if isinstance(betas, list | tuple) else (betas, betas)
+        if not isinstance(betas, list):
+            betas = [betas] * 2
+        elif len(betas) != 2:
+            raise InputError(
+                "wrong number of values",
+                field="optimizer.params.betas",
+                got=betas,
+                allowed="two numbers",
+            )
+        beta1, beta2 = betas
         draft.set_value("optimizer.beta1", beta1, "optimizer.params.betas")
         draft.set_value("optimizer.beta2", beta2, "optimizer.params.betas")
         draft.set_value("optimizer.eps", settings["eps"], "optimizer.params.eps")
@@ -342,17 +352,17 @@ def _read_optimizer(source: SourceDocument, draft: RecipeDraft) -> None:
 
 
 def _read_scheduler(source: SourceDocument, draft: RecipeDraft) -> None:
-    kind = source.pop_value("scheduler.type")
+    kind = source.pop_name("scheduler.type")
     names = (
         "warmup_num_steps",
         "total_num_steps",
         "warmup_max_lr",
-        "cos_min_ratio",
         "warmup_min_lr",
         "warmup_min_ratio",
         "warmup_type",
     )
     params = {key: source.pop_value(f"scheduler.params.{key}") for key in names}
+    final_share = source.pop_number("scheduler.params.cos_min_ratio")
     schedules = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if kind is not None and kind not in schedules:
         draft.drop("scheduler.type", kind, f"allowed here: {', '.join(schedules)}")
@@ -378,12 +388,7 @@ def _read_scheduler(source: SourceDocument, draft: RecipeDraft) -> None:
         if kind == "WarmupCosineLR" and isinstance(rate, float | int):
             draft.set_value(
                 "training.min_learning_rate",
-                rate
-                * (
-                    _DEFAULT_COS_MIN_RATIO
-                    if params["cos_min_ratio"] is None
-                    else params["cos_min_ratio"]
-                ),
+                rate * (_DEFAULT_COS_MIN_RATIO if final_share is None else final_share),
                 "scheduler.params.cos_min_ratio",
             )
     draft.set_value(

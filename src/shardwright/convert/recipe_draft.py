@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
+
+from shardwright.errors import InputError
 
 TRAINER_AUTO = "auto"
 """Placeholder that Hugging Face's Trainer replaces by a value of its own."""
@@ -34,6 +37,41 @@ class SourceDocument:
         for part in parents:
             section = section.get(part) if isinstance(section, dict) else None
         return section.pop(last, default) if isinstance(section, dict) else default
+
+    def pop_number(self, key: str) -> float | None:
+        """Remove a dotted key and return its number; None without the key and for `auto`.
+
+        Raises:
+            InputError: the value is neither.
+        """
+        value = self.pop_value(key)
+        if value is None or value == TRAINER_AUTO:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise _build_type_error(key, value, "a number")
+        return value
+
+    def pop_name(self, key: str, default: str | None = None) -> str | None:
+        """Remove a dotted key and return its text.
+
+        Raises:
+            InputError: the value is of another type.
+        """
+        value = self.pop_value(key, default)
+        if value is not None and not isinstance(value, str):
+            raise _build_type_error(key, value, "text")
+        return value
+
+    def pop_mapping(self, key: str) -> dict[str, Any]:
+        """Remove a dotted key and return its mapping, empty without the key.
+
+        Raises:
+            InputError: the value is of another type.
+        """
+        value = self.pop_value(key)
+        if value is not None and not isinstance(value, dict):
+            raise _build_type_error(key, value, "a mapping")
+        return value or {}
 
     def pop_section(self, key: str) -> dict[str, Any]:
         """Remove a section and return its remaining values by dotted name.
@@ -88,6 +126,16 @@ class RecipeDraft:
         self.missing_keys += [
             key for key in recipe_keys if key not in self.recipe and key not in self.missing_keys
         ]
+
+
+def _build_type_error(key: str, value: Any, allowed: str) -> InputError:
+    return InputError(
+        "wrong type",
+        field=key,
+        got=repr(value),
+        allowed=allowed,
+        remedy="Correct the file, or name its system with --from if it is one of another",
+    )
 
 
 def _copy_mapping(value: Any) -> Any:

@@ -102,7 +102,7 @@ def _check_memory(context: ChecklistContext) -> Iterator[Finding]:
     capacity = prediction.memory_capacity_bytes
     verdict: Verdict = "warn" if prediction.is_tight else "pass" if prediction.fits else "fail"
     predicted = f"{format_bytes(total)} predicted of {format_bytes(capacity)} per device"
-    value = prediction.warning or predicted
+    value = (prediction.warning or predicted) + context.vocabulary_note
     cluster = context.resolved_recipe.cluster.node if context.resolved_recipe.cluster else "..."
     remedy = ""
     if verdict != "pass":
@@ -182,7 +182,7 @@ def _check_validation(context: ChecklistContext) -> Iterator[Finding]:
 def _check_weights(context: ChecklistContext) -> Iterator[Finding]:
     num_parameters = format_count(context.trained_shape.num_parameters)
     if not context.original_recipe.model.is_pretrained:
-        value = f"{num_parameters} parameters, initialised from the seed"
+        value = f"{num_parameters} parameters, initialised from the seed{context.vocabulary_note}"
         yield Finding("model", "weights", "pass", value)
         return
     assert context.original_recipe.model.path is not None

@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 
 from shardwright.architecture import ModelShape, read_recipe_shape
+from shardwright.architecture.config_reading import PLACEHOLDER_VOCAB_SIZE
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.data.preparation import is_prepared
@@ -70,6 +71,25 @@ class ChecklistContext:
             if self.preflight_result is not None:
                 return self.preflight_result.shape
         return self.model_shape
+
+    @cached_property
+    def vocabulary_note(self) -> str:
+        """Remark on numbers of a model whose vocabulary is not known before the data is tokenised,
+        to append to them; empty if it is known."""
+        config = self.original_recipe.model.config
+        if (
+            config is None
+            or "vocab_size" in config
+            or self.original_recipe.tokenizer.vocab_size is not None
+        ):
+            return ""
+        with suppress(ShardwrightError):  # the check of the data reports it
+            if self.preflight_result is not None:
+                return ""
+        return (
+            f", with a vocabulary of {PLACEHOLDER_VOCAB_SIZE} ids for now: the data is not "
+            "tokenised yet"
+        )
 
     @cached_property
     def run_folder(self) -> RunFolder:

@@ -197,6 +197,17 @@ def check_save_interval(context: ChecklistContext) -> Iterator[Finding]:
     yield Finding("checkpoints", name, "pass" if is_enough else "warn", value, remedy, numbers)
 
 
+def _format_expected_failures(expected: float | None) -> str:
+    """Format a number of failures; a small one as a bound, since its digits mean nothing.
+
+    >>> _format_expected_failures(6e-8), _format_expected_failures(2.34)
+    ('fewer than 0.01', '2.3')
+    """
+    if expected is None:
+        return "an unknown number of"
+    return "fewer than 0.01" if expected < 0.01 else f"{expected:.2g}"
+
+
 def check_recovery(context: ChecklistContext) -> Iterator[Finding]:
     """Compare the restarts with the expected failures; check that copies are compared."""
     restarts = context.original_recipe.elastic.max_restarts
@@ -206,7 +217,7 @@ def check_recovery(context: ChecklistContext) -> Iterator[Finding]:
     expected = (
         None if step_time is None or steps is None else step_time[0] * steps / failure_interval
     )
-    expected_text = "an unknown number of" if expected is None else f"{expected:.2g}"
+    expected_text = _format_expected_failures(expected)
     value = f"at most {restarts} restarts; {expected_text} failures expected in the run"
     if restarts or (expected is not None and expected < 0.01):
         yield Finding(

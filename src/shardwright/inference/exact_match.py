@@ -135,6 +135,23 @@ def read_tasks(
     return questions
 
 
+def check_prompt_lengths(tasks: Sequence[ExactMatchTask], max_tokens: int) -> None:
+    """Check that the model has a position for every token of every prompt.
+
+    Raises:
+        DataError: one is too long. Skipping it would change the score.
+    """
+    for task in tasks:
+        if len(task.prompt_ids) > max_tokens:
+            raise DataError(
+                "the prompt is longer than the model's maximum length",
+                field=f"{task.file}:{task.line_number}",
+                got=f"{len(task.prompt_ids)} tokens",
+                allowed=f"at most {max_tokens}",
+                remedy="Remove the record, or use a model with more positions",
+            )
+
+
 def run_tasks(
     decoder: Decoder,
     tokenizer: Tokenizer,

@@ -39,6 +39,13 @@ def choose_cluster(
             allowed="the devices of a node, e.g. 8xH100-80GB",
             remedy="Give it, or set `cluster` in the recipe",
         )
+    if not isinstance(cluster, str):
+        raise InputError(
+            "not the name of devices",
+            field="cluster",
+            got=repr(cluster),
+            allowed="e.g. 8xH100-80GB, or a Cluster",
+        )
     return load_cluster(cluster, num_nodes=num_nodes, link=link, profile=profile)
 
 

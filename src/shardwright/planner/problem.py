@@ -369,9 +369,16 @@ def build_low_rank_adapter(rank: int | None, *, is_quantised: bool) -> LowRankAd
     """Return the adapters to plan for; None without a rank.
 
     Raises:
-        InputError: quantised without adapters.
+        InputError: quantised without adapters, or a rank below 1.
     """
     if rank is not None:
+        if rank < 1:
+            raise InputError(
+                "too small",
+                field="lora_rank",
+                got=rank,
+                allowed="at least 1, or none for training without adapters",
+            )
         return LowRankAdapter(rank, quantised=is_quantised)
     if is_quantised:
         raise InputError(

@@ -18,6 +18,8 @@ from shardwright.version import __version__
 PICTURE_SIZES = {"large": (1116, 380), "medium": (560, 290), "narrow": (350, 250)}
 """Width and height in pixels of the versions of each picture; the style shows one of them."""
 
+_MAX_TILES_PER_ROW = 9
+"""Tiles of a head that fit in one row of the widest page."""
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 )
@@ -113,7 +115,9 @@ def render_facts(facts: Sequence[tuple[str, str]]) -> str:
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in shown
     )
-    return f'<div class="tiles">{tiles}</div>'
+    # More than fit in one row are divided into two equal ones; else a last one would be alone.
+    num_columns = len(facts) if len(facts) <= _MAX_TILES_PER_ROW else (len(facts) + 1) // 2
+    return f'<div class="tiles" style="--columns:{num_columns}">{tiles}</div>'
 
 
 def render_panel(panel: Panel) -> str:

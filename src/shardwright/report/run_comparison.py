@@ -186,6 +186,13 @@ def _describe_precision(run: Run) -> str | None:
 
 def _check_comparable(run: Run, reference: Run) -> None:
     for candidate, argument in ((run, "RUN"), (reference, "REFERENCE")):
+        if candidate.log.missing_reason is not None:
+            raise InputError(
+                f"no events to read: {candidate.log.missing_reason}",
+                field=argument,
+                got=str(candidate.log.path),
+                remedy="Pass a run folder, which contains events.jsonl",
+            )
         if candidate.start is None:
             problem = "the event file has no run_started event, so the training data is unknown"
             raise InputError(problem, field=argument, got=str(candidate.log.path))

@@ -127,7 +127,7 @@ def train_rank(
             validated_run = _validate_together(
                 recipe,
                 folder,
-                rank_environment.world_size,
+                rank_environment,
                 rank_sync,
                 device,
                 is_resumed=resume,
@@ -168,6 +168,20 @@ def train_rank(
 
 
 @contextmanager
+def _log_data_once(*, is_main_rank: bool) -> Iterator[None]:
+    """Suppress the log of the data where another process has printed the same lines: rank 0, or
+    our launcher, which prepares the data before it starts ranks."""
+    data_logger = logging.getLogger("shardwright.data")
+    former = data_logger.level
+    if not is_main_rank or get_control_folder() is not None:
+        data_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        data_logger.setLevel(former)
+
+
+@contextmanager
 def _open_logs(recipe: Recipe, folder: RunFolder, rank: int) -> Iterator[EventLogger]:
     """Open the rank's events and its text log.
 
@@ -191,7 +205,7 @@ def _open_logs(recipe: Recipe, folder: RunFolder, rank: int) -> Iterator[EventLo
 def _validate_together(
     recipe: Recipe,
     folder: RunFolder,
-    world_size: int,
+    rank_environment: RankEnvironment,
     rank_sync: RankSync,
     device: torch.device,
     *,
@@ -202,13 +216,14 @@ def _validate_together(
     check_equal_layouts(recipe, rank_sync)
     precision = agree_on_precision(recipe, folder, rank_sync, device, is_resumed=is_resumed)
     compilation = agree_on_compilation(recipe, rank_sync, device)
-    validated_run = validate_run(
-        recipe,
-        world_size,
-        auto_precision=precision,
-        auto_compilation=compilation,
-        progress=progress,
-    )
+    with _log_data_once(is_main_rank=rank_environment.is_main_rank):
+        validated_run = validate_run(
+            recipe,
+            rank_environment.world_size,
+            auto_precision=precision,
+            auto_compilation=compilation,
+            progress=progress,
+        )
     return agree_on_memory_settings(validated_run, rank_sync, device)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from shardwright.config.recipe_source import RecipeSource, load_recipe
+from shardwright.config.recipe_source import RecipeSource, list_texts, load_recipe
 from shardwright.data.sources.source_files import ProgressOpener
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster
@@ -55,7 +55,8 @@ def tune(
         num_steps: measured steps of the last round.
         fixed: settings that keep the recipe's value, such as `layout` or `recompute`.
         folder: folder of the results, default runs/<name>-tune; `resume` continues in it.
-        out: file of the tuned recipe, default tuned.yaml in the folder.
+        out: file of the tuned recipe, default tuned.yaml in the folder. It is replaced if it
+            exists.
         on_start: called once with the candidates and the cluster, before the first trial.
         on_trial: called with each trial when it has ended.
 
@@ -89,7 +90,7 @@ def tune(
         max_trial_seconds=max_trial_seconds,
         num_steps=num_steps,
         max_candidates=max_candidates,
-        fixed=tuple(fixed),
+        fixed=tuple(list_texts(fixed)),
         folder=None if folder is None else Path(folder),
         out=None if out is None else Path(out),
         resume=resume,

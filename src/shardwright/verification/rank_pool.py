@@ -142,8 +142,9 @@ class RankPool:
     def _stop(self, num_ranks: int) -> None:
         workers, _ = self._groups.pop(num_ranks, ([], None))
         for worker in workers:
-            worker.pipe.close()
             worker.process.kill()
+        for worker in workers:
+            worker.pipe.close()  # a worker that still ran would fail to answer
         for worker in workers:
             worker.process.join()
 
@@ -237,14 +238,17 @@ def _run_worker(
     while True:
         try:
             message = pipe.recv_bytes()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             function, arguments = pickle.loads(message)  # noqa: S301 - the parent's bytes
             answer = pickle.dumps((function(*arguments),))
         except BaseException as error:
             answer = _encode_failure(error)
-        pipe.send_bytes(answer)
+        try:
+            pipe.send_bytes(answer)
+        except ConnectionError:  # the parent has ended, and nobody reads the answer
+            return
 
 
 def _encode_failure(error: BaseException) -> bytes:

@@ -533,3 +533,13 @@ def test_an_error_of_the_timer_ends_training() -> None:
         _PaceSink(pace).on_event(event)
     # Event loggers turn a sink off after one, and the contender would train on.
     assert not issubclass(_TimerFailed, Exception)
+
+
+def test_compiled_functions_describe_their_arguments() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_functions"]
+    shown = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert "RESULT.json" in shown.stdout
+    wrong = subprocess.run([*command, "cpu", "huge", "x"], cwd=ROOT, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "invalid choice: 'huge'" in wrong.stderr

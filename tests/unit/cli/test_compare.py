@@ -44,3 +44,10 @@ def test_runs_that_cannot_be_compared_are_wrong_input(tmp_path: Path) -> None:
         compare_command(
             write_run(tmp_path / "a", 5, global_batch_tokens=1), write_run(tmp_path / "b", 5)
         )
+
+
+def test_a_folder_without_events_is_not_a_run_without_a_start(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(InputError, match=r"REFERENCE: no events to read: No such file") as caught:
+        compare_command(write_run(tmp_path / "a", 5), tmp_path / "model")
+    assert caught.value.got == str(tmp_path / "model" / "events.jsonl")

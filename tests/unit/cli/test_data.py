@@ -284,3 +284,26 @@ def test_unsupervised_last_tokens_of_a_document_are_not_padding(tmp_path: Path) 
         True,
         False,
     ]
+
+
+def test_scheduled_weights_are_listed_by_step(tmp_path: Path) -> None:
+    """The table named the first weights as the shares of every epoch."""
+    paths = [
+        write_json_lines(tmp_path / name, [story(number) for number in numbers])
+        for name, numbers in (("b.jsonl", range(9)), ("c.jsonl", range(9, 18)))
+    ]
+    weighted = [{"path": paths[0], "weight": 9}, {"path": paths[1], "weight": 1}]
+    settings: dict[str, Any] = {"sources": weighted, "validation_fraction": 0.0}
+    assert "90.0%" in print_report(make_recipe(tmp_path, **settings))
+    schedule = {
+        "weight_schedule": [{"step": 2, "weights": [1, 1]}, {"step": 4, "weights": [0, 1]}],
+        "weight_transition": "linear",
+    }
+    lines = print_report(make_recipe(tmp_path, **settings, **schedule)).splitlines()
+    start = lines.index("share of the samples, linear between these steps")
+    assert lines[start + 1 : start + 4] == [
+        "  from step 0: 90.0%, 10.0%",
+        "  from step 2: 50.0%, 50.0%",
+        "  from step 4: 0.0%, 100.0%",
+    ]
+    assert not any("share of epoch" in line for line in lines)

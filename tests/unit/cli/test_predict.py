@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.predict import predict_command
-from shardwright.errors import DataError
+from shardwright.errors import DataError, InputError
 from tests.unit.planner.published.rows import OUTCOMES, ROW
 
 
@@ -113,7 +113,18 @@ def test_unpredictable_rows_do_not_stop_the_others_and_are_grouped_by_reason(
 def test_a_table_without_predictable_rows_is_wrong_input(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the rows"):
         _predict(tmp_path, [ROW | {"gpu": "warp drive"}])
-    with pytest.raises(DataError, match="cannot be written"):
+    (tmp_path / "no").touch()
+    with pytest.raises(InputError, match="cannot be written"):
         predict_command(
             _write_table(tmp_path / "rows.csv", [ROW]), tmp_path / "no" / "such" / "out.csv"
         )
+
+
+def test_the_table_of_measurements_is_not_replaced(tmp_path: Path) -> None:
+    path = _write_table(tmp_path / "rows.csv", [ROW])
+    content = path.read_bytes()
+    (tmp_path / "link.csv").symlink_to(path)
+    for out in (path, tmp_path / "link.csv"):
+        with pytest.raises(InputError, match=r"--out: --measurements reads this file"):
+            predict_command(path, out)
+    assert path.read_bytes() == content

@@ -290,3 +290,31 @@ def test_invalid_sizes_in_layouts_are_refused(text: str) -> None:
 def test_invalid_overrides_are_refused(override: str) -> None:
     with pytest.raises(RecipeError):
         apply_overrides({"seed": 3}, [override])
+
+
+def test_validation_data_may_be_null_and_training_data_may_not(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, yaml.safe_dump(MINIMAL))
+    recipe = load_recipe(path, ["data.validation=null"])
+    assert recipe == load_recipe(path)
+    assert recipe.data.validation == ()
+    with pytest.raises(RecipeError, match=r"data\.sources: not a list \(got None"):
+        load_recipe(path, ["data.sources=null"])
+
+
+@pytest.mark.parametrize(
+    "key", ["data.sources", "data.cache_dir", "model.path", "tokenizer.path", "run.dir"]
+)
+def test_a_variable_without_braces_is_refused_unless_the_path_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """It made a folder with the name `$SCRATCH`, or was an input that does not exist."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    path = write_recipe(tmp_path, yaml.safe_dump(MINIMAL))
+    changes = [f"{key}=$SCRATCH/folder"]
+    if key == "model.path":
+        changes.append("model.config=null")
+    with pytest.raises(RecipeError, match=rf"{key}.*in braces only: write \$\{{SCRATCH\}}, or"):
+        load_recipe(path, changes)
+    (tmp_path / "$SCRATCH" / "folder").mkdir(parents=True)
+    load_recipe(path, changes)

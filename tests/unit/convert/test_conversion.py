@@ -539,7 +539,10 @@ def test_the_written_recipe_lists_missing_keys(
         load_recipe(out)
     more_overrides = ["training.learning_rate=1e-3", "training.max_steps=3"]
     words = [word for change in [*OVERRIDES, *more_overrides] for word in ("--set", change)]
-    assert run(["convert", str(path), "--out", str(out), *words, "--json"]) == ExitCode.DONE
+    assert (
+        run(["convert", str(path), "--out", str(out), "--overwrite", *words, "--json"])
+        == ExitCode.DONE
+    )
     assert json.loads(capsys.readouterr().out)["needed"] == []
     assert load_recipe(out).layout.zero_stage == 2
 
@@ -571,3 +574,56 @@ def test_an_invalid_value_in_the_file_is_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(InputError, match="micro_batch_size"):
         convert_document(tmp_path, "ds.json", document, *OVERRIDES, "training.max_steps=3")
+
+
+@pytest.mark.parametrize(
+    ("system", "document", "field", "allowed"),
+    [
+        ("axolotl", {"optimizer": {"type": "AdamW"}}, "optimizer", "text"),
+        ("axolotl", {"lr_scheduler": ["cosine"]}, "lr_scheduler", "text"),
+        ("axolotl", {"max_steps": "abc"}, "max_steps", "a number"),
+        ("axolotl", {"max_steps": 9, "warmup_ratio": "abc"}, "warmup_ratio", "a number"),
+        ("axolotl", {"cosine_min_lr_ratio": True}, "cosine_min_lr_ratio", "a number"),
+        ("deepspeed", {"scheduler": {"type": [1]}}, "scheduler.type", "text"),
+        (
+            "deepspeed",
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "x"}}},
+            "scheduler.params.cos_min_ratio",
+            "a number",
+        ),
+        (
+            "deepspeed",
+            {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
+            "optimizer.params.betas",
+            "two numbers",
+        ),
+        (
+            "accelerate",
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": "ds.json"},
+            "deepspeed_config",
+            "a mapping",
+        ),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_name(
+    tmp_path: Path, system: str, document: dict[str, Any], field: str, allowed: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(InputError) as caught:
+        convert(path, system)
+    assert (caught.value.field, caught.value.allowed) == (field, allowed)
+
+
+def test_an_offload_device_of_a_wrong_type_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": ["cpu"]}}}))
+    assert "offload" not in convert(path).document
+
+
+def test_accelerates_no_may_have_no_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: NO\nmixed_precision: no\n")
+    document = convert(path).document
+    assert document["precision"] == {"kind": "fp32"}
+    assert document["layout"] == {"zero_stage": 0}

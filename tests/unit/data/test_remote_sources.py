@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -97,3 +99,29 @@ def test_a_failed_transfer_leaves_no_files(
     with pytest.raises(DataError, match=r"the transfer failed: connection lost"):
         prepare_data(build_recipe(tmp_path, "memory://bucket/a.jsonl"))
     assert list((tmp_path / "cache" / "fetched").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(404, "cannot be reached: 404"), (403, "cannot be reached: 403")]
+)
+def test_a_refused_web_page_is_named_with_its_cause(
+    tmp_path: Path, status: int, message: str
+) -> None:
+    class Refusal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}/a.jsonl"
+        with pytest.raises(DataError, match=message):
+            prepare_data(build_recipe(tmp_path, url))
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -269,6 +269,10 @@ def test_errors_for_wrong_paths_name_the_field(tmp_path: Path) -> None:
             ],
             "data.sources",
         )
+    with pytest.raises(
+        DataError, match=r"in braces only: write \$\{NO_SUCH\}\. Relative paths start"
+    ):
+        list_files([DataSource(path="$NO_SUCH/corpus.txt")], "data.sources")
     write_text(tmp_path / "only" / "a.png", "x")
     with pytest.raises(DataError, match=r"known format.*\.png"):
         list_files([DataSource(path=str(tmp_path / "only"))], "data.sources")

@@ -219,6 +219,8 @@ def test_the_format_is_named_and_data_that_it_cannot_express_is_refused(
         prepare_data(build(tmp_path, str(min(folder.iterdir())), tokenizer))
     with pytest.raises(DataError, match="not empty"):
         write_prepared_tokens(data, str(folder))
+    with pytest.raises(DataError, match=r"a file has this name .*\. Name another one$"):
+        write_prepared_tokens(data, str(min(folder.iterdir())))
     turns = [
         {"role": "user", "content": "ask"},
         {"role": "assistant", "content": "one two", "loss_weight": 0.5},

@@ -104,6 +104,26 @@ def test_parameters_are_counted_with_the_tokenizers_vocabulary(document: dict[st
     assert findings["size"].value.startswith(f"{format_bytes(12 * num_parameters)} each")
 
 
+def test_numbers_without_a_vocabulary_say_so_until_the_data_is_tokenised(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = [f"data.cache_dir={tmp_path / 'empty'}"]
+    note = ", with a vocabulary of 257 ids for now: the data is not tokenised yet"
+    findings = check_recipe(change_recipe(document, *changes), 2, "r.yaml")
+    values = {finding.name: finding.value for finding in findings}
+    assert values["weights"].endswith(f"initialised from the seed{note}")
+    assert values["memory"].endswith(note)
+    known = change_recipe(document, *changes, "model.config.vocab_size=64")
+    assert not any("for now" in finding.value for finding in check_recipe(known, 2, "r.yaml"))
+
+
+def test_a_negligible_number_of_failures_is_a_bound(document: dict[str, Any]) -> None:
+    findings = {finding.name: finding for finding in check_recipe(change_recipe(document), 2, "r")}
+    restarts = findings["restarts"]
+    assert 0.0 < restarts.numbers["expected_failures"] < 0.01
+    assert restarts.value == "at most 3 restarts; fewer than 0.01 failures expected in the run"
+
+
 @pytest.mark.parametrize(
     ("change", "name", "verdict", "remedy"),
     [

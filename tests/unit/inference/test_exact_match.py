@@ -178,3 +178,28 @@ def test_the_verb_scores_a_run_and_writes_the_texts(
     ]
     assert shardwright([*arguments[:4], "--answer-pattern", "("]) == ExitCode.WRONG_INPUT
     assert "not a regular expression" in capsys.readouterr().err
+
+
+def test_outputs_and_prompts_are_checked_before_any_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "shardwright.inference.model_source.load_decoder", lambda *_, **__: pytest.fail("loaded")
+    )
+    folder = make_run(tmp_path / "run")
+    short = {"prompt": "abc", "completion": "= d"}
+    path = write_records(tmp_path / "a.jsonl", short)
+    content = Path(path).read_text()
+    words = ["evaluate", str(folder.path), "--answer-pattern", "= (.)", "--questions"]
+    assert shardwright([*words, path, "--out", path]) == ExitCode.WRONG_INPUT
+    assert "--out: --questions reads this file, which would be replaced" in capsys.readouterr().err
+    assert Path(path).read_text() == content
+    out = tmp_path / "a.jsonl" / "out.jsonl"
+    assert shardwright([*words, path, "--out", str(out)]) == ExitCode.WRONG_INPUT
+    assert "--out: cannot be written" in capsys.readouterr().err
+    long = write_records(tmp_path / "b.jsonl", short, {"prompt": "abc" * 99, "completion": "= d"})
+    assert shardwright([*words, long]) == ExitCode.WRONG_INPUT
+    assert (
+        "b.jsonl:2: the prompt is longer than the model's maximum length (got"
+        in capsys.readouterr().err
+    )

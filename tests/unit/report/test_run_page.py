@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.report.charts import build_charts
+from shardwright.report.page_shell import render_facts
 from shardwright.report.recorded_run import load_run, load_runs, summarise_run
 from shardwright.report.terminal_summary import describe_run
 from tests.unit.report.pages import PageParser, render
@@ -400,3 +401,9 @@ def test_the_terminal_summary_names_precision_optimizer_and_offloading(tmp_path:
     text = "\n".join(describe_run(old, summarise_run(old)))
     assert "precision" not in text
     assert "<dt>precision</dt><dd>not recorded</dd>" in render(tmp_path / "old")
+
+
+def test_ten_numbers_of_the_head_are_two_rows_of_five() -> None:
+    for num_facts, num_columns in ((3, 3), (9, 9), (10, 5), (11, 6)):
+        head = render_facts([(f"name {index}", "1") for index in range(num_facts)])
+        assert f'style="--columns:{num_columns}"' in head

@@ -374,3 +374,25 @@ def test_a_stop_ends_a_run_with_late_events(
         train(recipe.model_copy(update={"evaluation": EvaluationSection()}))
     steps = read_events(tmp_path / "run").filter_by_type(StepEvent)
     assert [step.step for step in steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("every_steps", [None, 1])
+def test_evaluations_without_validation_data_are_warned_of(
+    tmp_path: Path, every_steps: int | None
+) -> None:
+    recipe = build_recipe(tmp_path)
+    train(
+        recipe.model_copy(
+            update={
+                "data": recipe.data.model_copy(update={"validation_fraction": 0.0}),
+                "evaluation": EvaluationSection(every_steps=every_steps),
+            }
+        )
+    )
+    events = read_events(tmp_path / "run")
+    warnings = [event.message for event in events if isinstance(event, WarningEvent)]
+    expected = (
+        "evaluation.every_steps: 1 has no effect, because there is no validation data; set "
+        "data.validation or data.validation_fraction"
+    )
+    assert warnings == ([] if every_steps is None else [expected])

@@ -13,6 +13,7 @@ from shardwright.data.data_report import SideReport
 from shardwright.data.prepared_data import PreparedData
 from shardwright.data.preview import DecodedSample, TrainingLength
 from shardwright.data.records.record_formats import RECORD_KINDS
+from shardwright.data.scheduled_mixture import build_weight_schedule
 from shardwright.units import format_items
 
 MAX_BROKEN_SHOWN = 8
@@ -39,7 +40,8 @@ def render_report(
     supervised."""
     parts: list[RenderableType] = [
         _render_sources(recipe, prepared),
-        _render_formats(prepared),
+        _render_formats(prepared, has_shares=not recipe.data.weight_schedule),
+        *_render_schedule(recipe),
         Text(),
         _render_sides(recipe, prepared),
     ]
@@ -123,14 +125,15 @@ def _describe_packing(recipe: Recipe, packing: str) -> str:
     }[packing]
 
 
-def _render_formats(prepared: PreparedData) -> Table:
-    """List the sources with the detected kind and columns of their records."""
+def _render_formats(prepared: PreparedData, *, has_shares: bool) -> Table:
+    """List the sources with the detected kind and columns of their records, and with weights and
+    shares that hold for the whole run."""
     sources = prepared.report.sources
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
     table.add_column("source", overflow="fold")
     table.add_column("records")
     table.add_column("documents", justify="right")
-    if any(source.weight is not None for source in sources):
+    if has_shares and any(source.weight is not None for source in sources):
         table.add_column("weight", justify="right")
         table.add_column("share of epoch", justify="right")
     for source in sources:
@@ -143,10 +146,23 @@ def _render_formats(prepared: PreparedData) -> Table:
             Text.assemble(kinds, (columns, "dim")),
             f"{source.num_documents:,}",
         ]
-        if source.weight is not None and source.share is not None:
+        if has_shares and source.weight is not None and source.share is not None:
             cells += [f"{source.weight:g}", f"{source.share:.1%}"]
         table.add_row(*cells)
     return table
+
+
+def _render_schedule(recipe: Recipe) -> list[Text]:
+    """List the shares of the sources, in their order, at the steps that a schedule names."""
+    schedule = build_weight_schedule(recipe.data)
+    if schedule is None or not recipe.data.weight_schedule:
+        return []
+    change = "linear between these steps" if schedule.is_linear else "constant between these steps"
+    lines = [Text(f"share of the samples, {change}", style="bold")]
+    for step, _ in schedule.knots:
+        shares = ", ".join(f"{share:.1%}" for share in schedule.get_shares(step))
+        lines.append(Text(f"  from step {step:,}: {shares}"))
+    return lines
 
 
 def _render_sides(recipe: Recipe, prepared: PreparedData) -> Table:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.data.records.conversation import UnusableRecord
-from shardwright.errors import TokenizerError
+from shardwright.errors import TokenizerError, explain_missing_path
 from shardwright.files import read_text
 
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -261,7 +261,7 @@ def _read_file(path: Path) -> str:
             f"the template cannot be read: {getattr(error, 'strerror', None) or error}",
             field="data.chat_template",
             got=str(path),
-            remedy=None if path.is_absolute() else f"Relative paths start at {Path.cwd()}",
+            remedy=f"{explain_missing_path(str(path))}Relative paths start at {Path.cwd()}",
         ) from error
 
 

@@ -26,7 +26,7 @@ from shardwright.data.records.sample_archives import (
 from shardwright.data.records.token_files import SUFFIX as TOKEN_SUFFIX
 from shardwright.data.records.token_files import find_missing_files
 from shardwright.data.sources.source_reader import COLUMNAR_FORMATS, SourceFile
-from shardwright.errors import DataError
+from shardwright.errors import DataError, explain_missing_path
 from shardwright.files import FileKind, detect_file_kind, read_text
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def list_files(sources: Sequence[DataSource], field: str) -> tuple[SourceFile, .
                 "no such file or folder",
                 field=where,
                 got=source.path,
-                remedy=f"Relative paths start at {Path.cwd()}",
+                remedy=f"{explain_missing_path(source.path)}Relative paths start at {Path.cwd()}",
             )
         else:
             raise DataError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,11 +155,17 @@ def get_content_tag(info: Mapping[str, Any]) -> str:
 def _list_files(file_system: Any, path: str) -> tuple[bool, dict[str, Any]]:
     """Return whether the path is a file, and the information about all files at it."""
     file_system.invalidate_cache()
-    with suppress(FileNotFoundError):
+    cause: BaseException | None = None
+    try:
         # `isfile` would call a refused request an absent file.
         if (info := file_system.info(path))["type"] == "file":
             return True, {path: info}
-    return False, file_system.find(path, detail=True)
+    except FileNotFoundError as error:
+        cause = error.__cause__  # of http, also a server that does not answer
+    files = file_system.find(path, detail=True)
+    if not files and isinstance(cause, Exception) and not isinstance(cause, FileNotFoundError):
+        raise cause
+    return False, files
 
 
 def _copy_file(

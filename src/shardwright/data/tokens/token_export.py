@@ -123,23 +123,24 @@ def _find_useful_documents(store: TokenStore) -> list[int]:
 
 def _check_absent(target: str) -> None:
     """Raise if the target is not empty: its old files would be read as sources, too."""
+    is_file = False
     try:
         if is_remote(target):
             file_system, path = open_file_system(target)
             file_system.invalidate_cache()
             is_used = bool(send_request(f"listing {target}", partial(file_system.find, path)))
         else:
-            is_used = Path(target).is_file() or (
-                Path(target).is_dir() and any(Path(target).iterdir())
-            )
+            is_file = Path(target).is_file()
+            is_used = is_file or (Path(target).is_dir() and any(Path(target).iterdir()))
     except Exception as error:  # every file system has its own exceptions
         raise _build_write_error(target, error) from None
     if is_used:
         raise DataError(
-            "the folder is not empty",
+            "a file has this name" if is_file else "the folder is not empty",
             field="--write-tokens",
             got=target,
-            remedy="Name a new folder, or remove the files in it",
+            allowed="a new or an empty folder",
+            remedy="Name another one" + ("" if is_file else ", or remove the files in it"),
         )
 
 

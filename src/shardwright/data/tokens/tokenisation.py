@@ -25,7 +25,7 @@ from shardwright.data.tokens.tokenizer_loading import (
     train_bpe,
     train_characters,
 )
-from shardwright.errors import TokenizerError
+from shardwright.errors import TokenizerError, explain_missing_path
 
 CACHE_VERSION = 3
 """Part of every cache key; increase it when the same sources would give other tokens or
@@ -123,7 +123,12 @@ def load_given_tokenizer(
             remedy="Use a folder with tokenizer.json, or set tokenizer.kind: bpe or character",
         )
     if not Path(folder).is_dir():
-        raise TokenizerError("no such folder", field="tokenizer.path", got=folder)
+        raise TokenizerError(
+            "no such folder",
+            field="tokenizer.path",
+            got=folder,
+            remedy=f"{explain_missing_path(str(folder))}Relative paths start at {Path.cwd()}",
+        )
     return load_tokenizer(Path(folder))
 
 

@@ -116,6 +116,7 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
             "are its unknown token"
         )
     yield from _warn_of_another_tokenizer(validated_run)
+    yield from _warn_of_unused_evaluation(validated_run)
     adapters = validated_run.shape.adapters
     if adapters is not None:
         beside = [
@@ -136,6 +137,16 @@ def _list_warnings(validated_run: ValidatedRun, device: torch.device) -> Iterato
     if scale != 1.0:
         peak = validated_run.recipe.training.learning_rate * scale
         yield f"batch_scaling multiplies the learning rate by {scale:g}: its peak is {peak:g}"
+
+
+def _warn_of_unused_evaluation(validated_run: ValidatedRun) -> Iterator[str]:
+    """Warn if a recipe asks for evaluations and there is no data for them."""
+    every_steps = validated_run.recipe.evaluation.every_steps
+    if every_steps is not None and validated_run.data.validation is None:
+        yield (
+            f"evaluation.every_steps: {every_steps} has no effect, because there is no validation "
+            "data; set data.validation or data.validation_fraction"
+        )
 
 
 def _warn_of_another_tokenizer(validated_run: ValidatedRun) -> Iterator[str]:
