@@ -154,6 +154,18 @@ def test_frozen_parameters_stay_and_have_no_gradient(ranks: RankPool, layout: La
     assert report.passed, list_failures(report)
 
 
+def test_a_frozen_head_on_a_context_rank_without_supervised_tokens(ranks: RankPool) -> None:
+    """The last data rank has one supervised token, which another context rank has."""
+    report = verify_layouts(
+        ranks,
+        LLAMA,
+        [Layout(cp=2, dp_shard=2, zero_stage=3)],
+        [VerificationCase(3, tied=True, documents=True)],
+        model={"freeze": ["*embed_tokens*"]},
+    )
+    assert report.passed, list_failures(report)
+
+
 class _WithoutGradient(torch.autograd.Function):
     """Identity whose backward pass loses the gradient."""
 

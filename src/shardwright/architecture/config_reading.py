@@ -112,13 +112,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> ModelShape:
     family = content.get("model_type")
     reader = MODEL_FAMILIES.get(family) if isinstance(family, str) else None
     if reader is None:
-        raise ArchitectureError(
-            "this model family is not supported",
-            field="model_type",
-            got=repr(family),
-            allowed=", ".join(sorted(MODEL_FAMILIES)),
-            remedy=_find_family_remedy(family),
-        )
+        raise _build_family_error(family)
     fields = ConfigFields(content)
     shape = reader(fields)
     shape = replace(
@@ -136,13 +130,27 @@ def read_content(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Read the fields of a config.json unchanged; `config` as in `read_config`.
 
     Raises:
-        ArchitectureError: no such file, or its content is not a mapping.
+        ArchitectureError: no such file, its content is not a mapping, or `model_type` no name.
     """
-    return dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
+    content = dict(config) if isinstance(config, Mapping) else _read_file(Path(config))
+    family = content.get("model_type")
+    if not isinstance(family, str | None):
+        raise _build_family_error(family)
+    return content
+
+
+def _build_family_error(family: Any) -> ArchitectureError:
+    return ArchitectureError(
+        "this model family is not supported",
+        field="model_type",
+        got=repr(family),
+        allowed=", ".join(sorted(MODEL_FAMILIES)),
+        remedy=_find_family_remedy(family),
+    )
 
 
 def _find_family_remedy(family: Any) -> str:
-    if family in _FAMILY_REMEDIES:
+    if isinstance(family, str) and family in _FAMILY_REMEDIES:
         return _FAMILY_REMEDIES[family]
     return suggest_name(str(family), MODEL_FAMILIES) or "Use a model of one of these families"
 

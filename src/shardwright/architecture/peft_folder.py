@@ -234,9 +234,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
-            f"cannot be read: {error}",
+            f"cannot be read: {getattr(error, 'strerror', None) or error}",
             field=str(path),
             allowed=f"a folder with {PEFT_CONFIG_NAME} and {PEFT_TENSORS_NAME}",
+            remedy=f"Name the adapter's folder; relative paths start at {Path.cwd()}",
         ) from error
     if not isinstance(content, dict) or not {"peft_type", "r", "lora_alpha"} <= set(content):
         raise WeightsError(

@@ -116,8 +116,8 @@ class TokenizerSection(RecipeSection):
     sources."""
     path: PathText | None = None
     """Folder with tokenizer.json, for `kind: huggingface`."""
-    vocab_size: Positive | None = None
-    """Size of the vocabulary to train, for `kind: bpe`."""
+    vocab_size: Annotated[int, Field(gt=0, le=2**22, strict=True)] | None = None
+    """Size of the vocabulary to train, for `kind: bpe`; at most 4,194,304."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> TokenizerSection:

@@ -178,8 +178,10 @@ def _verify_exceptional_steps(
         model.named_parameters(), OptimizerSection(name="sgd"), learning_rate=1.0, weight_decay=0.0
     )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf.
-    inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp"])
+    # Only the pipeline rank with the head scales the loss, so all its pipeline ranks get inf. The
+    # last data rank has one supervised token, on any of its context ranks: the others would have
+    # nothing that is infinite if the head is frozen.
+    inf_ranks = RankGrid(plan.layout).group_of(plan.layout.world_size - 1, ["pp", "cp"])
     loss = accumulate_step(
         problem, plan, model, 0, loss_scale=math.inf if get_rank(plan.layout) in inf_ranks else 1.0
     )

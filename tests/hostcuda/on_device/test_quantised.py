@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config.training import OptimizerSection
-from shardwright.model.products import nf4
+from shardwright.model.products import fp8, nf4
+from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.product import ProductRule, multiply
+from shardwright.model.products.scaled_product import RoundingTotals
 from shardwright.numerics.function_compiler import build_function_compiler
 from shardwright.optim import build_optimizer, one_pass_adamw
 from shardwright.optim.sharded_optimizer import DeviceFactor
@@ -113,3 +115,24 @@ def test_the_one_pass_of_adamw_follows_torchs_kernel_without_a_wait(
     formulas.clear()
     assert all(map(torch.equal, train(take_formula, 1.0)[0], train(None, 1.0)[0]))
     assert formulas == []
+
+
+def test_operands_are_counted_on_streams_that_do_not_wait_for_each_other() -> None:
+    """Weights are quantised on the stream of their update, in the passes of other weights."""
+    values = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    expected = RoundingTotals(["a", "b"])
+    found = RoundingTotals(["a", "b"])
+    for name in ("a", "b", "a"):
+        expected.add(name, values, fp8.quantise(values, Scaling(None, None)))
+    on_device = values.to(GPU)
+    operand = fp8.quantise(on_device, Scaling(None, None))
+    update = torch.cuda.Stream()
+    update.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(update):
+        found.add("a", on_device, operand)
+    found.add("b", on_device, operand)
+    with torch.cuda.stream(update):
+        found.add("a", on_device, operand)
+    table = found.pop_table(GPU)
+    assert torch.equal(table.cpu(), expected.pop_table(values.device))
+    assert not found.pop_table(GPU).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from shardwright.architecture import ModelShape, UniformInit, read_config
 from shardwright.architecture.adapter_targets import add_adapters, choose_modules
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.recipe_loading import validate_recipe
-from shardwright.errors import RecipeError
+from shardwright.errors import RecipeError, WeightsError
 from shardwright.layout import DimSection, Layout, Shard
 from shardwright.placement import build_parameter_layouts
 from tests.reference.cases import CASES
@@ -120,6 +121,14 @@ def test_refusals_name_the_wrong_key(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         add_adapters(shape, AdapterSection.model_validate(section))
+
+
+def test_a_missing_folder_says_where_relative_paths_start() -> None:
+    with pytest.raises(WeightsError) as caught:
+        add_adapters(LLAMA, AdapterSection(path="nowhere"))
+    assert caught.value.field == "nowhere/adapter_config.json"
+    assert str(Path.cwd()) in str(caught.value)
+    assert "Errno" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,10 @@ def test_broken_json_is_our_error(tmp_path: Path) -> None:
         (None, "one of these"),
         ("bert", "one of"),
         ("jamba", "state-space layers"),
+        (["llama"], "Did you mean `llama`"),
     ],
 )
-def test_other_families_are_refused(family: str | None, remedy: str) -> None:
+def test_other_families_are_refused(family: Any, remedy: str) -> None:
     with pytest.raises(ArchitectureError, match=remedy) as caught:
         read_config({**LLAMA, "model_type": family})
     assert caught.value.field == "model_type"

@@ -94,6 +94,11 @@ def test_layout_is_equal_in_recipe_and_command_line(tmp_path: Path) -> None:
             "finite",
         ),
         (change_section("tokenizer", kind="bpe"), "tokenizer", "vocab_size"),
+        (
+            change_section("tokenizer", kind="bpe", vocab_size=2**63),
+            "tokenizer.vocab_size",
+            "4194304",
+        ),
         (change_section("training", max_steps=True), "training.max_steps", "not a whole number"),
         (change_section("training", max_steps="7"), "training.max_steps", "without quotes"),
         (change_section("training", learning_rate="fast"), "training.learning_rate", "1e-3"),

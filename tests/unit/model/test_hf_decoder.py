@@ -199,6 +199,7 @@ def test_the_shape_of_a_class_is_read() -> None:
             {},
             "transformers cannot build it",
         ),
+        ({"model_type": ["llama"]}, {}, "this model family is not supported"),
     ],
     ids=str,
 )

@@ -67,22 +67,32 @@ class RoundingTotals:
         self.is_counting = False
         """Counting reads every operand again; the trainer counts in logged steps only."""
         self._row_of_name = {name: row for row, name in enumerate(self.names)}
-        self._table: Tensor | None = None
+        # Weights are quantised on the streams of their updates and gathers, before the passes wait.
+        self._table_of_stream: dict[torch.cuda.Stream | None, Tensor] = {}
 
     def add(self, name: str, values_RC: Tensor, operand: Operand) -> None:
         """Count one operand, without waiting for the device."""
         counts = count_rounding(values_RC, operand)
-        if self._table is None:
-            self._table = self._make_table(values_RC.device)
-        row = self._table[self._row_of_name[name]]
+        device = values_RC.device
+        stream = torch.cuda.current_stream(device) if values_RC.is_cuda else None
+        if stream not in self._table_of_stream:
+            self._table_of_stream[stream] = self._make_table(device)
+        row = self._table_of_stream[stream][self._row_of_name[name]]
         row[:3] += torch.stack(tuple(counts))
         row[3] += values_RC.numel()
 
     def pop_table(self, device: torch.device) -> Tensor:
         """Return this rank's counts since the last call, int64 `[weights, NUM_COLUMNS]`."""
-        table = self._make_table(device) if self._table is None else self._table
-        self._table = None
-        return table
+        tables = self._table_of_stream
+        self._table_of_stream = {}
+        total = self._make_table(device)
+        for stream, table in tables.items():
+            if stream is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_stream(stream)
+                table.record_stream(current)
+            total += table
+        return total
 
     def _make_table(self, device: torch.device) -> Tensor:
         shape = (len(self.names), self.NUM_COLUMNS)
