@@ -95,6 +95,8 @@ class Candidate:
     saved_results: tuple[LayerResults, ...] | None = None
     """Results that each layer of the model saves with `mixed` recomputation; None otherwise."""
     optimizer: OptimizerKind = "adamw"
+    scale_block_size: int = 256
+    """Elements of an 8-bit moment that share a scale (`optimizer.block_size`)."""
     adapter: LowRankAdapter | None = None
     offload: OffloadKind = "none"
     is_updated_on_host: bool = False
@@ -134,8 +136,7 @@ class Candidate:
     """Setting of `model.compile_functions`."""
     document_tokens: int | None = None
     num_fp4_layers: int | None = None
-    """With `nvfp4`: number of layers, from the first, that use it; the others use bf16. None:
-    all layers."""
+    """With `nvfp4`: number of first layers that use it; the others use bf16. None: all."""
     loss_chunk_tokens: int | None = 1024
     has_liger_loss: bool = False
     """True if Liger's kernel computes the loss; predicted as chunks of `loss_chunk_tokens`."""

@@ -32,7 +32,7 @@ OptimizerKind = OptimizerName | Literal["sgd_momentum"]
 class OptimizerCosts(NamedTuple):
     """Bytes per trained fp32 parameter, and the places where an optimizer can run.
 
-    Not counted: Adafactor's two vectors per matrix, and matmuls and communication of Muon.
+    Not counted: Adafactor's states (`memory.state_memory` has them), Muon's matmuls and traffic.
     """
 
     state_bytes: float
@@ -93,8 +93,8 @@ class SavedTensors(NamedTuple):
 
 class BlockBytes(NamedTuple):
     """Bytes of a block's tensors: all saved ones, the residual stream, results of matmuls and
-    attention, a branch's output, the attention kernel's output, unfused scores, and results of
-    adapters' products."""
+    attention, a branch's output, the attention kernel's output, unfused scores, results of
+    adapters' products, and the excess of results of emulated products over 16 bits."""
 
     total: float
     residual: float
@@ -107,6 +107,7 @@ class BlockBytes(NamedTuple):
     released_communication: float = 0.0
     """Part of them that is among `total`, or freed as soon as the block has run again."""
     adapter_results: float = 0.0
+    widening: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -357,20 +358,19 @@ class EngineModel:
         ends with a matmul of the residual width. The result of attention's output projection is
         freed as soon as the block runs again: nothing else reads it. Under tensor parallelism the
         results of the collectives are saved in place of those two matmuls'. With adapters nothing
-        reads the results of products either, only their sums; the recomputed bytes are then
-        negative.
+        reads the results of products either, only their sums, nor with emulated products, which
+        are saved in fp32, only their 16-bit copies; the recomputed bytes may be negative.
         """
+        others = block.adapter_results + block.widening
         if block.saved_communication is not None:
             saved = block.residual + block.matmul_results + block.saved_communication
-            if block.adapter_results:
-                saved += block.adapter_results
-                return saved, block.total - saved
+            if others:
+                return saved + others, block.total - saved - others
             recomputed = block.total - block.residual - block.matmul_results
             return saved, max(0.0, recomputed - block.released_communication)
         saved = block.residual + (block.matmul_results + 2 * block.branch_output)
-        if block.adapter_results:
-            saved += block.adapter_results
-            return saved, block.total - saved
+        if others:
+            return saved + others, block.total - saved - others
         recomputed = block.total - block.residual - block.branch_output - block.matmul_results
         return saved, max(0.0, recomputed)
 

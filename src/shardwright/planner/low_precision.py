@@ -154,11 +154,13 @@ class ScaledShares:
     """Weights that ZeRO may gather as codes; None if all are stored as `[in, out]`."""
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Precision of everything else, and of the results of these products."""
+    has_kernels: bool = True
+    """False if no kernel multiplies the operands: on the CPU, or with `emulate`."""
 
     @property
     def is_emulated(self) -> bool:
         """True if products multiply dequantised operands: kernels write bf16."""
-        return self.compute != "bf16"
+        return self.compute != "bf16" or not self.has_kernels
 
     @property
     def has_fp32_gradients(self) -> bool:
@@ -237,7 +239,7 @@ def explain_missing_kernels(
             f"torch has no kernel for {section.recipe} on {accelerator.name}, which has {kernels}: "
             f"{remedy}"
         )
-    if shares.is_emulated:
+    if section.compute != "bf16":
         field = f"precision.{section.kind}.compute"
         return f"{field} is {section.compute}, and kernels write bf16: {remedy}"
     if shares.experts and accelerator.generation not in _GROUPED_GENERATIONS.get(
@@ -294,6 +296,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
         _build_code_gathers(shape, section, totals),
         section.compute,
+        has_kernels=not section.emulate,
     )
 
 

@@ -275,6 +275,13 @@ class ModelFacts:
         )
 
     @cached_property
+    def trained_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Parameters of `sample_parameters` that are not frozen."""
+        return tuple(
+            spec for spec in self.sample_parameters if spec.name not in self._frozen_samples
+        )
+
+    @cached_property
     def is_embedding_trained(self) -> bool:
         """True if the table of token embeddings is trained."""
         return self._is_any_trained("embedding")

@@ -62,10 +62,23 @@ def predict_rank_memory(facts: ModelFacts, candidate: Candidate) -> list[MemoryP
         candidate.gradient_accumulation_steps,
         candidate.sequence_length,
         candidate.engine,
+        has_adapters=candidate.adapter is not None,
     )
     return [
         predict_memory(facts, candidate, load, Efficiency()) for load in pipeline.distinct_loads
     ]
+
+
+def remove_kernels(candidate: Candidate) -> Candidate:
+    """Return the candidate without the kernels that CPUs lack: of norms, of products that write
+    fp32, and of products of quantised operands."""
+    shares = candidate.scaled_shares
+    return replace(
+        candidate,
+        has_fused_norms=False,
+        has_wide_products=False,
+        scaled_shares=None if shares is None else replace(shares, has_kernels=False),
+    )
 
 
 def _get_facts(facts: ModelFacts, candidate: Candidate) -> ModelFacts:
@@ -136,6 +149,7 @@ class Predictor:
             steps,
             candidate.sequence_length,
             candidate.engine,
+            has_adapters=candidate.adapter is not None,
         )
 
     def compute_memory(self, candidate: Candidate, pipeline: PipelineStages) -> MemoryParts:
@@ -148,7 +162,7 @@ class Predictor:
     ) -> MemoryParts:
         """Compute the memory of a rank with this load. Pass `persistent` if it is already known."""
         if self.cluster.accelerator.kind == "cpu":
-            candidate = replace(candidate, has_fused_norms=False, has_wide_products=False)
+            candidate = remove_kernels(candidate)
         facts = _get_facts(self.facts, candidate)
         return predict_memory(facts, candidate, load, self.efficiency, persistent)
 

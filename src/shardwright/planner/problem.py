@@ -138,6 +138,7 @@ def build_template(
         if low_precision is None
         else build_scaled_shares(read_planning_shape(recipe), low_precision),
         optimizer=choose_optimizer_kind(recipe.optimizer),
+        scale_block_size=recipe.optimizer.block_size,
         offload=OPTIMIZER_OFFLOADS[moved.optimizer],
         is_updated_on_host=choose_update_place(recipe).place == "host",
         parameter_offload=moved.parameters,

@@ -43,9 +43,10 @@ from shardwright.planner.memory.block_weights import get_weight_bytes
 from shardwright.planner.memory.quantisation import compute_block_temporaries
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.planning_result import plan_recipe
-from shardwright.planner.predictor import Predictor
+from shardwright.planner.predictor import Predictor, remove_kernels
 from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
+from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.compute import compute_layer_seconds
 from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
@@ -53,6 +54,7 @@ from shardwright.planner.time.memory_traffic import (
     count_weight_quantisation_bytes,
 )
 from tests.multiprocess.scaled_operands import SPARSE, WIDE
+from tests.unit.planner import models
 from tests.unit.test_low_precision_rules import build_recipe
 
 LLAMA = WIDE | {
@@ -82,6 +84,29 @@ def count_all_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float, flo
         for count in (count_quantisation_bytes, count_weight_quantisation_bytes)
     )
     return forward + weights[0], backward + weights[1]
+
+
+def test_emulation_in_bf16_needs_more_memory_than_kernels() -> None:
+    """CPUs have no kernels, and `emulate` uses none. `selective` saves the results in fp32."""
+    shape = models.read_shape("llama")
+    shares, emulated = (
+        build_scaled_shares(shape, FP8Section(emulate=has_emulation))
+        for has_emulation in (False, True)
+    )
+    candidate = Candidate(
+        Layout(), 128, precision="fp8", scaled_shares=shares, recompute="selective"
+    )
+    slow = replace(candidate, scaled_shares=emulated)
+    assert remove_kernels(candidate).scaled_shares == emulated
+    gpus = models.make_cluster()
+    cpus = replace(gpus, accelerator=replace(gpus.accelerator, kind="cpu"))
+    peaks = [
+        predictor.compute_memory(each, predictor.get_pipeline_stages(each)).live
+        for predictor in (Predictor(ModelFacts(shape), on, Efficiency()) for on in (gpus, cpus))
+        for each in (candidate, slow)
+    ]
+    assert peaks[0] < peaks[1]
+    assert peaks[2] == peaks[3]
 
 
 def test_shares_follow_targets_and_exclusions() -> None:

@@ -379,7 +379,7 @@ def test_bounds_of_memory_hold_on_the_first_or_the_last_rank(
             choice = costs.get_complete_choice(degrees, execution, sharding, schedule)
             activations = costs.get_activations(degrees, execution)
             first = scheduled.first_rank_load
-            passes = tuple(first.num_in_flight * count for count in first.layers)
+            passes = first.count_saving_passes()
             needed = costs.get_memory(choice, 0).total
             num_bytes = least + activations.compute_min_bytes(pipelines.num_passes, rows)
             assert reserve.add_to(degrees, num_bytes) <= needed

@@ -35,23 +35,21 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.engine_model import BlockBytes
 from shardwright.planner.memory.attention_activations import (
     compute_attention_bytes,
-    compute_tile_bytes,
-    has_dense_mask,
-    has_saved_scores,
 )
 from shardwright.planner.memory.backward_peak import (
-    BlockTensorBytes,
     compute_deferred_bytes,
     compute_forward_end_bytes,
-    compute_last_quantisation_bytes,
-    compute_norm_gradient_bytes,
     compute_peak_gradient_bytes,
+)
+from shardwright.planner.memory.block_tensors import (
+    build_block_tensors,
+    compute_branch_output_bytes,
 )
 from shardwright.planner.memory.block_weights import (
     compute_adapter_input_bytes,
     compute_adapter_result_bytes,
+    compute_deferred_input_bytes,
     compute_scaled_output_bytes,
-    count_product_elements,
     find_frozen_products,
     get_weight_bytes,
 )
@@ -59,7 +57,14 @@ from shardwright.planner.memory.feed_forward_activations import (
     compute_feed_forward_bytes,
     count_saved_index_bytes,
 )
-from shardwright.planner.memory.quantisation import compute_block_temporaries, count_unsaved_bytes
+from shardwright.planner.memory.forward_temporaries import (
+    compute_forward_temporaries,
+    compute_repeated_bytes,
+)
+from shardwright.planner.memory.quantisation import (
+    compute_widening_bytes,
+    count_unsaved_bytes,
+)
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 
 
@@ -133,13 +138,7 @@ def get_layer_activations(
     if cached is None:
         cached = _compute_layer_activations(facts, kind, candidate)
         if _has_large_temporaries(candidate):
-            block = build_block_tensors(facts, kind, candidate, is_repeated=False)
-            quantising = compute_last_quantisation_bytes(block)
-            if quantising and _has_fp4_kernels(candidate) and candidate.recompute == "selective":
-                # Results of kernels are saved, and multiplied by the outer scales of rows. The
-                # forward pass has both; a recomputation frees the first.
-                _, products, _ = compute_feed_forward_bytes(facts, kind, candidate)
-                quantising += products + block.inner + block.gathered
+            quantising = compute_forward_temporaries(facts, kind, candidate)
             cached = replace(cached, quantising_bytes=quantising)
         facts.activation_cache[key] = cached
     assert isinstance(cached, LayerActivations)
@@ -151,24 +150,28 @@ _NO_ACTIVATIONS = LayerActivations(0.0, 0.0, 0.0)
 
 
 def compute_quantising_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Compute the bytes besides saved tensors where the last forward pass quantises operands."""
+    """Compute the bytes besides saved tensors where the last forward pass quantises operands, or
+    an earlier layer that needs more, before later ones have saved any. The layers of a pipeline's
+    stage count as if each were the last."""
     if not _has_large_temporaries(candidate):
         return 0.0
-    layers = (get_layer_activations(facts, kind, candidate) for kind in facts.kinds)
-    return max(layer.quantising_bytes for layer in layers)
-
-
-def _has_fp4_kernels(candidate: Candidate) -> bool:
-    """Return True if kernels multiply 4-bit operands."""
-    shares = candidate.quantised_shares
-    return shares is not None and shares.has_4bit_operands and not shares.is_emulated
+    layers = [get_layer_activations(facts, kind, candidate) for kind in facts.kinds]
+    if candidate.layout.pp > 1 or candidate.activation_offload != "none":
+        return max(layer.quantising_bytes for layer in layers)
+    of_slot = {kind.slot: layer for kind, layer in zip(facts.kinds, layers, strict=True)}
+    found = later = 0.0
+    for slot in reversed(facts.slot_of_layer):
+        found = max(found, of_slot[slot].quantising_bytes - later)
+        later += of_slot[slot].saved_bytes
+    return found
 
 
 def _has_large_temporaries(candidate: Candidate) -> bool:
-    """Return True if products quantise operands, or scale their outputs by norms of rows."""
+    """Return True if products quantise operands, scale their outputs by norms of rows, or drop
+    inputs of adapters."""
     adapter = candidate.adapter
     return candidate.quantised_shares is not None or (
-        adapter is not None and adapter.has_magnitudes
+        adapter is not None and (adapter.has_magnitudes or adapter.has_dropout)
     )
 
 
@@ -219,7 +222,8 @@ def _compute_layer_activations(
             weight_bytes=get_weight_bytes(candidate, is_deferred=True),
         )
         deferred = (
-            compute_deferred_bytes(deferring_block),
+            compute_deferred_bytes(deferring_block)
+            + compute_deferred_input_bytes(facts, kind, candidate),
             compute_peak_gradient_bytes(deferring_block),
         )
     if mode == "none":
@@ -254,16 +258,24 @@ def _compute_layer_activations(
             total,
             residual,
             attention.matmul_results + inner_matmuls,
-            _compute_branch_output_bytes(candidate, facts),
+            compute_branch_output_bytes(candidate, facts),
             attention.output,
             attention.scores,
             communication,
             released,
             adapter_results,
+            compute_widening_bytes(facts, kind, candidate),
         ),
         is_fp4=candidate.precision == "nvfp4",
         is_compiled=candidate.compile,
     )
+    if compute_widening_bytes(facts, kind, candidate):
+        repeated = (
+            total
+            - inner
+            + compute_repeated_bytes(facts, kind, candidate, tensors_of_block, inner, inner_matmuls)
+        )
+        recomputed = max(recomputed, repeated - saved - gradients)
     if adapter_results:
         # The end of the forward pass, next to all results of products, may be larger.
         ending = compute_forward_end_bytes(tensors_of_block)
@@ -272,7 +284,7 @@ def _compute_layer_activations(
         saved += indices
         recomputed -= indices
         if candidate.layout.tp == 1:  # the weighted sum is no product
-            saved -= _compute_branch_output_bytes(candidate, facts)
+            saved -= compute_branch_output_bytes(candidate, facts)
     return LayerActivations(saved, recomputed, gradients, *deferred)
 
 
@@ -312,7 +324,7 @@ def _compute_communicated_bytes(
     released += stream * facts.shape.is_block_end_read
     if kind.shape.sparse and not candidate.has_rows_per_rank:
         # The weighted sum of the experts' results.
-        return released + _compute_branch_output_bytes(candidate, facts), released
+        return released + compute_branch_output_bytes(candidate, facts), released
     return released, released
 
 
@@ -322,7 +334,7 @@ def compute_result_bytes(
     """Compute the bytes of one layer's results, by name; names that it does not compute are
     missing. Exact for attention within a rank's own rows, and for an even load of experts."""
     attention = compute_attention_bytes(facts, kind, candidate)
-    branch_output = _compute_branch_output_bytes(candidate, facts)
+    branch_output = compute_branch_output_bytes(candidate, facts)
     # Under tensor parallelism the sum over ranks is kept in place of this rank's product.
     stream = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
     results: dict[ResultName, float] = {
@@ -344,92 +356,6 @@ def compute_result_bytes(
     return results | ({"gate_up": shared, "down": branch_output} if shared else {})
 
 
-def build_block_tensors(
-    facts: ModelFacts, kind: LayerKind, candidate: Candidate, *, is_repeated: bool
-) -> BlockTensorBytes:
-    """Build the tensor sizes from which the peak of a block's backward pass follows."""
-    shape = facts.shape
-    layout = candidate.layout
-    size = candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens
-    stream = candidate.residual_tokens * shape.hidden_size * size
-    gathered = _compute_branch_output_bytes(candidate, facts)
-    experts = shape.experts if kind.shape.sparse else None
-    gated = shape.is_gated or experts is not None
-    rows = float(tokens)
-    width = float(shape.intermediate_size)
-    if experts is not None:
-        rows = candidate.count_sent_rows(experts.experts_per_token)
-        width = float(experts.intermediate_size)
-    inner = rows * width / layout.tp * size
-    heads = shape.num_heads / layout.tp
-    scores = 0.0
-    if has_saved_scores(facts, candidate, kind.shape.window):
-        # Gradients of the fp32 weights, before and after the softmax. The weights' copy in a
-        # narrower compute precision is freed by then.
-        scores = tokens * heads * candidate.sequence_length
-        scores *= 2 * max(size, 4) - (size if size < 4 else 0)
-    fused = shape.norm == "layer" or candidate.has_fused_norms or candidate.has_fused_functions
-    return BlockTensorBytes(
-        stream=stream,
-        gathered=gathered,
-        inner=inner,
-        is_gated=gated,
-        routed=0.0 if experts is None else rows * shape.hidden_size * size,
-        should_gather_gradient=layout.tp > 1 and layout.sequence_parallel,
-        queries=tokens * shape.query_width / layout.tp * size,
-        keys=tokens * shape.head_dim * max(1.0, shape.num_kv_heads / layout.tp) * size,
-        scores=scores,
-        tile_scores=compute_tile_bytes(facts, candidate, kind.shape.window, is_backward=True),
-        norm_gradient=compute_norm_gradient_bytes(stream, size, is_fused=fused),
-        is_gate_fused=candidate.has_fused_functions,
-        has_post_norms=shape.names.post_mlp_norm is not None,
-        is_repeated=is_repeated,
-        num_expert_parts=candidate.num_expert_parts if layout.ep > 1 else 0,
-        exchanged=0.0
-        if experts is None or not candidate.has_rows_per_rank
-        else candidate.count_exchanged_rows(experts) * shape.hidden_size * size,
-        unpadded=0.0
-        if experts is None or not candidate.has_padding
-        else tokens * experts.experts_per_token * shape.hidden_size * size,
-        is_pipelined=layout.tp > 1 and layout.async_tensor_parallel in ("chunked", "fused"),
-        is_deferred=False,
-        is_adapted=candidate.adapter is not None,
-        elements=count_product_elements(facts, kind, candidate),
-        trained_elements=count_product_elements(facts, kind, candidate, should_skip_frozen=True),
-        frozen_products=find_frozen_products(kind, candidate),
-        is_router_frozen=kind.is_frozen("router"),
-        weight_bytes=get_weight_bytes(candidate, is_deferred=False),
-        temporaries=compute_block_temporaries(facts, kind, candidate),
-    )
-
-
-def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float:
-    """Compute bytes that all layers of a micro-batch share: fp32 rotary tables, and masks where
-    attention is not plainly causal."""
-    shape = facts.shape
-    tokens = candidate.micro_batch_tokens
-    rows = (
-        candidate.micro_batch_size
-        if candidate.document_tokens is not None or candidate.engine.has_ordered_frees
-        else 1
-    )
-    tables = sum(
-        2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
-        for rope in shape.ropes
-    )
-    masks = 0.0
-    for window in {layer.window for layer in facts.unique_layers}:
-        if has_dense_mask(facts, candidate, window):
-            masks += (
-                (candidate.micro_batch_size if candidate.document_tokens is not None else 1)
-                * (tokens / candidate.micro_batch_size)
-                * candidate.sequence_length
-                * candidate.activation_bytes
-            )
-    return tables + masks
-
-
 def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> float:
     """Compute the bytes of the saved input of column-parallel matmuls."""
     is_gathered = candidate.engine.should_save_gathered_sequence or candidate.layout.tp == 1
@@ -440,8 +366,3 @@ def _compute_column_input_bytes(candidate: Candidate, facts: ModelFacts) -> floa
 def _is_gathered(candidate: Candidate) -> bool:
     """Return True if sequence parallelism gathers the inputs of a block's branches."""
     return candidate.layout.tp > 1 and candidate.layout.sequence_parallel
-
-
-def _compute_branch_output_bytes(candidate: Candidate, facts: ModelFacts) -> float:
-    """Compute the bytes of a row-parallel matmul's result before the reduction over ranks."""
-    return candidate.micro_batch_tokens * facts.shape.hidden_size * candidate.activation_bytes

@@ -6,6 +6,7 @@ The table is in `planner.memory.activations`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwright.architecture.attention_kernel import (
     AttentionKernelName,
@@ -69,15 +70,81 @@ def has_saved_scores(facts: ModelFacts, candidate: Candidate, window: int | None
     return choose_planned_kernel(facts, candidate, window) == "explicit"
 
 
-def compute_tile_bytes(
+def compute_tile_bytes(facts: ModelFacts, candidate: Candidate, window: int | None) -> float:
+    """Compute the bytes that a forward pass needs to compute the tiles of rows that ranks share:
+    the largest tile's scores without a fused kernel, and gathered keys and values."""
+    scores = _compute_tile_scores(facts, candidate, window, is_backward=False)
+    is_latent = facts.shape.latent is not None
+    if not _gathers_keys(facts, candidate) or is_latent or not candidate.engine.has_ordered_frees:
+        return scores
+    # As they arrive by rank, and in the order of the row.
+    row_pairs = candidate.layout.cp * _count_tile_elements(facts, candidate).pairs
+    return scores + 2.0 * candidate.activation_bytes * row_pairs
+
+
+def compute_tile_gradient_bytes(
+    facts: ModelFacts, candidate: Candidate, window: int | None
+) -> float:
+    """Compute the peak bytes of the backward pass of attention over rows that ranks share
+    (`parallel.context.ring_attention`), beyond saved tensors and the gradient of the output. 0 if
+    one kernel computes whole rows.
+
+    That gradient is made contiguous, and those of queries, keys and values are summed over tiles in
+    fp32. `ring` sends the keys and values and, a step later, their gradients: sent ones, received
+    ones, those of the rank's own queries and their sum exist at once. `all_gather` keeps keys and
+    values as they are sent, as they arrive and in the order of the row, and sorts the gradients of
+    one of the two at a time by rank.
+    """
+    if not candidate.engine.has_ordered_frees or not _has_tiles(facts, candidate):
+        return 0.0
+    size = candidate.activation_bytes
+    wide = max(size, 4)
+    cp = candidate.layout.cp
+    queries, pairs, outputs = _count_tile_elements(facts, candidate)
+    scores = _compute_tile_scores(facts, candidate, window, is_backward=True)
+    sums = size * outputs + wide * (queries + pairs)
+    method = resolve_context_method(facts, candidate)
+    if method == "ulysses":
+        return sums + size * (queries + pairs) + scores
+    if method == "ring":
+        tile = size * max(queries + pairs / 2.0, queries / 2.0 + pairs)
+        received = size * (1.0 + (cp > 2)) * pairs
+        return sums + received + 2.0 * wide * pairs + max(wide * pairs, tile + scores)
+    tile = size * (queries / 2.0 + (cp - 0.5) * pairs)
+    in_tile = size * pairs + cp * (2.0 * size + wide) * pairs + tile + scores
+    return sums + max(in_tile, 2.0 * wide * cp * pairs)
+
+
+class _TileElements(NamedTuple):
+    """Elements of a rank's own tokens: queries, keys and values together, and outputs."""
+
+    queries: float
+    pairs: float
+    outputs: float
+
+
+def _count_tile_elements(facts: ModelFacts, candidate: Candidate) -> _TileElements:
+    shape = facts.shape
+    tokens = candidate.micro_batch_tokens
+    tp = candidate.layout.tp
+    queries = tokens * shape.query_width / tp
+    if shape.latent is None:
+        min_heads = candidate.layout.cp if _exchanges_heads(facts, candidate) else 1.0
+        pairs = 2.0 * tokens * shape.head_dim * max(min_heads, shape.num_kv_heads / tp)
+        return _TileElements(queries, pairs, queries)
+    heads = tokens * shape.num_heads / tp
+    key_dim = shape.latent.nope_dim + shape.latent.rope_dim
+    value_dim = shape.latent.value_dim
+    return _TileElements(heads * key_dim, heads * (key_dim + value_dim), heads * value_dim)
+
+
+def _compute_tile_scores(
     facts: ModelFacts, candidate: Candidate, window: int | None, *, is_backward: bool
 ) -> float:
-    """Compute the bytes that a pass needs to compute the tiles of rows that ranks share: the
-    largest tile's scores without a fused kernel, and gathered keys and values."""
-    gathered = _compute_gathered_bytes(facts, candidate, is_backward=is_backward)
+    """Compute the bytes of the largest tile's scores, without a fused kernel."""
     is_explicit = choose_planned_kernel(facts, candidate, window) == "explicit"
     if not is_explicit or has_saved_scores(facts, candidate, window):
-        return gathered
+        return 0.0
     tokens = candidate.sequence_length / candidate.layout.cp
     method = resolve_context_method(facts, candidate)
     # With `all_gather` the half of a rank's tokens in the last chunk see all others at once.
@@ -93,31 +160,17 @@ def compute_tile_bytes(
     # precision. A soft cap adds its slope.
     num_wide = (5.0 if is_backward else 3.0) + (facts.shape.attention_soft_cap is not None)
     cast = 2 * size if is_backward and size < 4 else 0
-    scores = candidate.micro_batch_tokens * heads * keys * (num_wide * max(size, 4) + cast)
-    return gathered + scores
+    return candidate.micro_batch_tokens * heads * keys * (num_wide * max(size, 4) + cast)
+
+
+def _exchanges_heads(facts: ModelFacts, candidate: Candidate) -> bool:
+    """Return True if attention saves queries, keys and values that an exchange has copied."""
+    has_copies = candidate.layout.cp > 1 and candidate.engine.has_ordered_frees
+    return has_copies and resolve_context_method(facts, candidate) == "ulysses"
 
 
 def _gathers_keys(facts: ModelFacts, candidate: Candidate) -> bool:
     return candidate.layout.cp > 1 and resolve_context_method(facts, candidate) == "all_gather"
-
-
-def _compute_gathered_bytes(facts: ModelFacts, candidate: Candidate, *, is_backward: bool) -> float:
-    """Compute the bytes of keys and values of whole rows, and of their gradients in fp32."""
-    shape = facts.shape
-    is_latent = shape.latent is not None
-    if not _gathers_keys(facts, candidate) or is_latent or not candidate.engine.has_ordered_frees:
-        return 0.0
-    width = shape.head_dim * max(1.0, shape.num_kv_heads / candidate.layout.tp)
-    size = candidate.activation_bytes
-    tokens = candidate.micro_batch_tokens
-    # As they arrive by rank, and in the order of the row.
-    row_bytes = 2.0 * size
-    own_bytes = 0.0
-    if is_backward:
-        wide = max(size, 4)
-        row_bytes = max(row_bytes + wide, 2.0 * wide)  # gradients are sorted by rank again
-        own_bytes = (shape.query_width / candidate.layout.tp + 2 * width) * wide
-    return tokens * (2 * candidate.layout.cp * width * row_bytes + own_bytes)
 
 
 def _choose_kernel(
@@ -191,20 +244,19 @@ def compute_attention_bytes(
     has_mask = has_dense_mask(facts, candidate, kind.shape.window)
     if kernel == "explicit" and not has_scores:
         has_mask = False  # tiles multiply by the keys of a group without repeating them
-    # The only CUDA kernel that takes a mask does not support grouped heads: keys and values
-    # are repeated to Q.
-    attended_keys = queries if has_mask else keys
+    attended_keys = _count_attended_keys(facts, candidate, queries, keys, has_mask=has_mask)
     # Ours gathers keys and values again in the backward pass.
     saves_gathered = _gathers_keys(facts, candidate) and not candidate.engine.has_ordered_frees
     if saves_gathered:
         attended_keys *= candidate.layout.cp
     saved = (2 * queries + 2 * attended_keys) * size + 4 * heads
-    if shape.names.qkv is not None:
+    if shape.names.qkv is not None and not _exchanges_heads(facts, candidate):
         # Views of the fused result keep all of it alive next to the rotated queries and
         # keys.
         saved += (queries + keys) * size if kind.shape.rope is not None else 0.0
     saved += tensors.rotary * (queries + keys) * size
-    if candidate.layout.cp > 1 and not saves_gathered:
+    is_output_read = "attention_out" not in find_frozen_products(kind, candidate)
+    if candidate.layout.cp > 1 and not saves_gathered and is_output_read:
         saved += tensors.ring_outputs * queries * size
     if shape.qk_norm is not None:
         saved += (queries + keys) * _get_qk_norm_bytes(facts, kind, candidate)
@@ -222,8 +274,7 @@ def compute_attention_bytes(
         soft_cap = size if shape.attention_soft_cap is not None else 0
         score_bytes = scores * (max(size, 4) + cast + soft_cap)
         saved += score_bytes + 2 * tokens * (queries - attended_keys) * size
-        # Only its product reads the output again.
-        if "attention_out" in find_frozen_products(kind, candidate):
+        if not is_output_read:  # only its product reads the output again
             saved -= tokens * queries * size
         score_products = scores * size
         matmul_results += score_products
@@ -231,8 +282,23 @@ def compute_attention_bytes(
         score_products = _compute_tile_products(facts, candidate)
         matmul_results += score_products
     output = tokens * (queries * size + 4 * heads)
+    others = (_count_tile_outputs(facts, candidate) - 1.0) * output
+    output += others
+    matmul_results += others
     gradients = tokens * (2 * queries + 2 * keys) * size
     return AttentionBytes(saved, matmul_results, gradients, output, score_bytes, score_products)
+
+
+def _count_attended_keys(
+    facts: ModelFacts, candidate: Candidate, queries: float, keys: float, *, has_mask: bool
+) -> float:
+    """Count the elements of keys that attention saves for each token."""
+    if _exchanges_heads(facts, candidate):  # a rank has at least one head
+        num_heads = facts.shape.num_kv_heads / candidate.layout.tp
+        keys = facts.shape.head_dim * max(num_heads, candidate.layout.cp)
+    # The only CUDA kernel that takes a mask does not support grouped heads: keys and values are
+    # repeated to Q.
+    return queries if has_mask else keys
 
 
 def _get_qk_norm_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
@@ -245,6 +311,18 @@ def _get_qk_norm_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate)
     if not is_sharded or not candidate.engine.has_ordered_frees:
         return candidate.activation_bytes
     return (1 if kind.has_frozen_qk_norms else 2) * max(candidate.activation_bytes, 4)
+
+
+def _count_tile_outputs(facts: ModelFacts, candidate: Candidate) -> float:
+    """Count the outputs of all tiles, each of which `selective` saves, in sizes of the output.
+
+    Of the rank with the most: all of its tokens see those of every other rank. `all_gather`
+    computes the tokens of all others at once.
+    """
+    if not candidate.engine.has_ordered_frees or not _has_tiles(facts, candidate):
+        return 1.0
+    cp = float(candidate.layout.cp)
+    return {"ring": cp, "all_gather": 2.0, "ulysses": 1.0}[resolve_context_method(facts, candidate)]
 
 
 def _compute_tile_products(facts: ModelFacts, candidate: Candidate) -> float:

@@ -6,8 +6,9 @@ the gradient of the weight, which some kernels first compute in the compute prec
 
 Bytes on this rank, from the block's output to its input: r the residual stream, n all of its tokens
 at model width, f feed-forward width, q queries, k keys, e rows of experts, v rows that are sent
-once per rank, w a norm's gradient, s gradients of scores if attention is not fused. `during`:
-allocated during the operation; `change`: of the live bytes, when it has finished.
+once per rank, w a norm's gradient, s gradients of scores if attention is not fused, t those of
+tiles of rows that ranks share. `during`: allocated during the operation; `change`: of the live
+bytes, when it has finished.
 
     operation       during        change                       freed
     post norm       w             0                            its input
@@ -26,6 +27,7 @@ allocated during the operation; `change`: of the live bytes, when it has finishe
     residual        r             -r
     output          q             q                            nothing: attention has its input
     attention       q + 2 k + s   -2 q                         q, k, v, output
+      in tiles      t             -2 q                         the same
     projections     2 n           -q - 2 k                     their common input
 
 If sequence parallelism gathers a branch's output gradient, n is added during its first product. If
@@ -122,8 +124,8 @@ class BlockTensorBytes:
     queries: float
     keys: float
     scores: float
-    tile_scores: float
-    """Scores and their gradients in a tile of rows that ranks share."""
+    tile_gradients: float
+    """All that attention's backward pass allocates in tiles of rows that ranks share."""
     norm_gradient: float
     is_gate_fused: bool
     """True if one kernel computes the gradients of a gated activation."""
@@ -236,10 +238,12 @@ def compute_forward_end_bytes(tensor_bytes: BlockTensorBytes) -> float:
 
 def compute_last_quantisation_bytes(block: BlockTensorBytes) -> float:
     """Compute the bytes next to saved tensors where a forward pass quantises the operands of its
-    last product: its temporaries, and the feed-forward's input before a gather."""
+    last product, or drops the input of its adapter: its temporaries, the feed-forward's input
+    before a gather, and after it if frozen products do not save that."""
     if not block.temporaries.down.output:
         return 0.0
-    return block.temporaries.down.output + block.should_gather_gradient * block.stream
+    unsaved = block.gathered * (1.0 - block.is_saved("up")) * (block.routed == 0.0)
+    return block.temporaries.down.output + unsaved + block.should_gather_gradient * block.stream
 
 
 class _Operation(NamedTuple):
@@ -282,7 +286,7 @@ def _list_operations(block: BlockTensorBytes) -> Iterator[_Operation]:
     )
     projected = block.queries + 2.0 * block.keys
     # Explicit products have freed the values, and have their gradient, before those of scores.
-    during = block.scores if is_explicit else projected + block.tile_scores
+    during = block.scores if is_explicit else max(projected, block.tile_gradients)
     yield _Operation(during, (defers_output - 2.0) * block.queries)
     if block.is_pipelined:
         yield _gather_products(block, projected, "projections")

@@ -43,17 +43,18 @@ def find_frozen_products(kind: LayerKind, candidate: Candidate) -> frozenset[Pro
     """Find the products of a layer of which all matrices are frozen, and none has an adapter that
     reads the same input: they save no input.
 
-    Of experts and a shared one both must be. Under schedules with split backward passes, matrices
-    without adapters count as if they had some.
+    Of experts and a shared one both must be. With dropout every adapter has an input of its own.
+    Where gradients of weights are deferred, the first of each product counts as that of the
+    product.
     """
     matrices = [
         product for product in (*kind.matmuls, *kind.expert_matmuls) if product.role != "router"
     ]
     roles = candidate.adapted_roles
-    if candidate.adapter is not None and candidate.adapter.has_dropout:
-        roles = ()  # every adapter has an input of its own
+    if has_own_inputs(candidate) and not candidate.is_deferring:
+        roles = ()
     # Counts of saved tensors that were read from allocators have their own rule for adapters.
-    if candidate.is_deferring or not candidate.engine.has_ordered_frees:
+    if not candidate.engine.has_ordered_frees:
         roles = None
     trained = {
         _find_products(product)
@@ -143,19 +144,65 @@ def compute_adapter_result_bytes(facts: ModelFacts, kind: LayerKind, candidate: 
 
 
 def compute_adapter_input_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
-    """Compute the bytes that one layer's adapters save of their inputs, beyond those of their
-    matrices."""
+    """Compute the bytes that one layer's adapters save: inputs beyond those of their matrices, and
+    results of rank width."""
     adapter = candidate.adapter
     if adapter is None:
         return 0.0
-    element_bytes = candidate.engine.adapter_input_bytes
-    if adapter.has_dropout and candidate.engine.has_ordered_frees:
-        element_bytes = candidate.activation_bytes + 1.0  # what is left, and a mask
-    elements = sum(
-        rows * _count_local_inputs(product, candidate.layout.tp)
+    inputs = list_adapter_inputs(facts, kind, candidate, adapter)
+    elements = sum(width for _, width in inputs)
+    size = candidate.activation_bytes
+    narrow = _count_narrow_elements(facts, kind, candidate, adapter) * size
+    if not has_own_inputs(candidate):
+        return elements * candidate.engine.adapter_input_bytes + narrow
+    # What is left, and a mask. The input of attention's output is also saved by attention.
+    by_products = dict(inputs)
+    by_products.pop("attention_out", None)
+    counted = sum(by_products.values()) if candidate.is_deferring else 0.0
+    return elements * (size + 1.0) - counted * size + narrow
+
+
+def compute_deferred_input_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes of inputs of one layer's adapters that remain until the gradients of
+    weights are computed, beyond those of their matrices."""
+    adapter = candidate.adapter
+    if adapter is None:
+        return 0.0
+    # Input of B, and the gradient of A's output.
+    elements = 2.0 * _count_narrow_elements(facts, kind, candidate, adapter)
+    if has_own_inputs(candidate):
+        inputs = list_adapter_inputs(facts, kind, candidate, adapter)
+        elements += sum(width for _, width in inputs) - sum(dict(inputs).values())
+    return elements * candidate.activation_bytes
+
+
+def _count_narrow_elements(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, adapter: LowRankAdapter
+) -> float:
+    """Count the elements of results of A, of rank width, which are inputs of B."""
+    if not candidate.engine.has_ordered_frees:
+        return 0.0
+    products = _list_adapted_products(facts, kind, candidate, adapter)
+    return adapter.rank * sum(rows for _, rows in products)
+
+
+def has_own_inputs(candidate: Candidate) -> bool:
+    """Return True if every adapter saves an input of its own."""
+    adapter = candidate.adapter
+    return adapter is not None and adapter.has_dropout and candidate.engine.has_ordered_frees
+
+
+def list_adapter_inputs(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, adapter: LowRankAdapter
+) -> list[tuple[Products | None, float]]:
+    """List the elements of each adapter's input, with the products that read it."""
+    return [
+        (
+            None if product.role == "router" else _find_products(product),
+            rows * _count_local_inputs(product, candidate.layout.tp),
+        )
         for product, rows in _list_adapted_products(facts, kind, candidate, adapter)
-    )
-    return elements * element_bytes
+    ]
 
 
 def compute_scaled_output_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:

@@ -1,8 +1,10 @@
-"""Bytes that embedding, final norm, head and loss save or allocate, outside the layers."""
+"""Bytes that embedding, final norm, head and loss save or allocate, outside the layers, and that
+all layers share."""
 
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.memory.attention_activations import has_dense_mask
 from shardwright.planner.model_costs import ModelFacts
 
 
@@ -59,3 +61,32 @@ def compute_logit_bytes(facts: ModelFacts, candidate: Candidate) -> tuple[float,
     return chunk * vocab * per_logit + hidden + weight_gradient, weight * (
         size if candidate.is_sharded else wide
     )
+
+
+def compute_shared_table_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute bytes that all layers of a micro-batch share: fp32 rotary tables, and masks where
+    attention is not plainly causal."""
+    shape = facts.shape
+    tokens = candidate.micro_batch_tokens
+    rows = (
+        candidate.micro_batch_size
+        if candidate.document_tokens is not None or candidate.engine.has_ordered_frees
+        else 1
+    )
+    tables = sum(
+        2 * rows * (candidate.sequence_length / candidate.layout.cp) * (rope.rotary_dim // 2) * 4
+        for rope in shape.ropes
+    )
+    masks = 0.0
+    for window in {layer.window for layer in facts.unique_layers}:
+        if has_dense_mask(facts, candidate, window):
+            masks += (
+                (candidate.micro_batch_size if candidate.document_tokens is not None else 1)
+                * (tokens / candidate.micro_batch_size)
+                * candidate.sequence_length
+                * candidate.activation_bytes
+            )
+    has_pairs = candidate.reference != "none" and candidate.engine.has_ordered_frees
+    if has_pairs and not masks and not candidate.has_masked_kernels:
+        masks = tokens * candidate.sequence_length * candidate.activation_bytes  # of padded rows
+    return tables + masks

@@ -8,12 +8,12 @@ attention or of the feed-forward, with their input and result, next to the resid
 from __future__ import annotations
 
 from shardwright.planner.candidate import Candidate
-from shardwright.planner.memory.activations import build_block_tensors
 from shardwright.planner.memory.attention_activations import (
     compute_attention_bytes,
     compute_tile_bytes,
 )
 from shardwright.planner.memory.backward_peak import BlockTensorBytes, ProductElements
+from shardwright.planner.memory.block_tensors import build_block_tensors
 from shardwright.planner.memory.block_weights import (
     count_largest_matrix,
     count_product_elements,
@@ -104,7 +104,7 @@ def compute_forward_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candida
     # The norm's output, gathered under sequence parallelism, and the result, which is then reduced.
     has_norm = facts.shape.names.pre_mlp_norm is not None
     outside = (has_norm + 2.0 * block.should_gather_gradient) * block.stream + 2.0 * block.gathered
-    tile_bytes = compute_tile_bytes(facts, candidate, kind.shape.window, is_backward=False)
+    tile_bytes = compute_tile_bytes(facts, candidate, kind.shape.window)
     in_attention = attention.saved + block.queries + block.keys
     in_attention += max(tile_bytes, attention.score_products)
     cast = 0.0

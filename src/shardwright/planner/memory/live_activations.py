@@ -11,13 +11,14 @@ from typing import NamedTuple
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import (
     LayerActivations,
-    compute_shared_table_bytes,
     get_layer_activations,
 )
 from shardwright.planner.memory.end_activations import (
     compute_end_activation_bytes,
     compute_logit_bytes,
+    compute_shared_table_bytes,
 )
+from shardwright.planner.memory.first_layer import compute_unsaved_bytes
 from shardwright.planner.memory.stage_load import BackwardMoment, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
 
@@ -282,7 +283,7 @@ def compute_live_activations(
     ends = load.has_embedding * embedding_bytes + load.has_head * head_bytes + stage.saved
     recomputed, gradients = candidate.engine.choose_largest_backward(backward)
     gradients += stage.output_gradient
-    gathers = _compute_sequence_bytes(facts, candidate, load)
+    unsaved = _compute_unsaved_bytes(facts, candidate)
     moments: tuple[tuple[float, float], ...] = ((0.0, recomputed + gradients),)
     is_ordered = candidate.engine.has_ordered_frees and load.num_stages == 1
     returning: tuple[tuple[int, float], ...] = ()
@@ -303,10 +304,10 @@ def compute_live_activations(
         ending = _list_ending_moments(facts, kinds, load, pending)
     return LiveActivations(
         saved,
-        ends,
+        ends - unsaved,
         compute_shared_table_bytes(facts, candidate),
         stage.messages,
-        gathers,
+        _compute_sequence_bytes(facts, candidate, load),
         max(1, sum(load.layers) - num_frozen_layers),
         load.count_resident_layers(candidate),
         sum(load.layers) > load.num_stages,
@@ -320,10 +321,18 @@ def compute_live_activations(
         deferred,
         max(deferred, saved) if facts.frozen_names else deferred,
         moments,
-        ending,
+        tuple((count, num_bytes - unsaved) for count, num_bytes in ending),
         num_frozen_layers,
         returning,
     )
+
+
+def _compute_unsaved_bytes(facts: ModelFacts, candidate: Candidate) -> float:
+    """Compute what the first layer saves less; 0 where layers' saved tensors are not all on one
+    device. Pipelines are followed stage by stage (`pipeline_peaks`)."""
+    if candidate.layout.pp > 1 or candidate.activation_offload != "none":
+        return 0.0
+    return compute_unsaved_bytes(facts, candidate)
 
 
 def _list_backward_moments(

@@ -20,6 +20,10 @@ from shardwright.planner.memory.element_counts import (
 from shardwright.planner.memory.moved_weights import MovedWeights, compute_moved_weights
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.memory.state_memory import compute_state_bytes
+from shardwright.planner.memory.stored_gathers import (
+    compute_group_gather_bytes,
+    compute_stored_gather_bytes,
+)
 from shardwright.planner.model_costs import (
     LayerKind,
     ModelFacts,
@@ -174,11 +178,14 @@ def compute_gathered_bytes(
     engine = candidate.engine
     size = engine.get_gather_bytes(candidate.activation_bytes)
     dequantised_bytes = 0.0
-    if candidate.adapter is not None and candidate.adapter.quantised:
+    is_quantised = candidate.adapter is not None and candidate.adapter.quantised
+    if is_quantised:
         # A quantised matrix is dequantised for its matmul, one at a time.
         if not engine.has_ordered_frees:
             elements = (p.num_inputs * p.num_outputs for k in facts.kinds for p in k.matmuls)
             dequantised_bytes = max(elements, default=0.0) / layout.tp * size
+        elif layout.zero_stage < 3 and candidate.is_sharded:
+            return compute_stored_gather_bytes(facts, candidate, load)
         if layout.zero_stage < 3:
             return dequantised_bytes
     has_shards = candidate.has_offloaded_shards
@@ -202,6 +209,8 @@ def compute_gathered_bytes(
         if layout.zero_stage < 3:  # the root's stay gathered
             root_bytes = count_root_elements(facts, candidate, load) * size
         gathered = groups * group_elements * candidate.get_gather_bytes(largest) + root_bytes
+        if is_quantised and engine.has_ordered_frees:
+            return root_bytes + groups * compute_group_gather_bytes(facts, candidate, load)
         return is_moved * dequantised_bytes + max(
             gathered, engine.count_live_elements(parameters.local) * size
         )

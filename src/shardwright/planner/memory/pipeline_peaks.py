@@ -8,6 +8,7 @@ the rank's row of the schedule is followed with the other passes in memory, by s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from shardwright.planner.candidate import Candidate
@@ -21,6 +22,7 @@ from shardwright.planner.memory.end_activations import (
     compute_end_activation_bytes,
     compute_logit_bytes,
 )
+from shardwright.planner.memory.first_layer import compute_unsaved_bytes, find_first_layer
 from shardwright.planner.memory.forward_peak import (
     compute_forward_bytes,
     compute_forward_gathered_bytes,
@@ -175,6 +177,10 @@ def _list_forward_moments(
     for kind in {kind.slot: kind for kind in kinds}.values():
         forward = compute_forward_bytes(facts, kind, candidate)
         yield _Moment(stage_input + forward, gathers="forward")
+    _, last = stage.layers[-1]
+    if last.quantising_bytes:
+        saved = stage.saved_bytes - stage.loss_bytes - stage.output_bytes
+        yield _Moment(saved, workspaces=last.quantising_bytes, gathers="forward")
     if stage.has_head:
         logits, _ = compute_logit_bytes(facts, candidate)
         yield _Moment(stage.saved_bytes - stage.loss_bytes, logits, gathers="loss")
@@ -232,6 +238,29 @@ def _compute_last_norm_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     return stream + compute_norm_gradient_bytes(stream, size, is_fused=is_fused)
 
 
+def _list_layers(
+    facts: ModelFacts, candidate: Candidate, layers: range
+) -> list[tuple[LayerKind, LayerActivations]]:
+    """List the layers of a stage. The first of the model with a gradient saves less than others."""
+    found = []
+    first = find_first_layer(facts)
+    for layer in layers:
+        kind = facts.kinds[facts.slot_of_layer[layer]]
+        activations = get_layer_activations(facts, kind, candidate)
+        if layer == first:
+            saved = activations.saved_bytes - compute_unsaved_bytes(facts, candidate)
+            activations = replace(activations, saved_bytes=saved)
+        found.append((kind, activations))
+    return found
+
+
+def _count_layer_elements(facts: ModelFacts, candidate: Candidate, kind: LayerKind) -> float:
+    """Count the trained elements of one layer on this rank."""
+    layers = tuple(int(each.slot == kind.slot) for each in facts.kinds)
+    own = StageLoad(layers, has_embedding=False, has_head=False)
+    return count_trained_elements(facts, candidate, own).local
+
+
 def _build_stages(
     facts: ModelFacts, candidate: Candidate, load: StageLoad, persistent: PersistentMemory
 ) -> list[_Stage]:
@@ -239,7 +268,6 @@ def _build_stages(
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
     trained = persistent.trained_parameters.local
     gradient_bytes = persistent.gradients / trained if trained else 0.0
-    trained_layers = facts.count_elements(candidate.layout, should_skip_frozen=True).layers
     stages = []
     for layers, num_layers in load.stages:
         kinds = [facts.kinds[facts.slot_of_layer[layer]] for layer in layers]
@@ -248,10 +276,10 @@ def _build_stages(
         own = StageLoad(num_layers, has_embedding, has_head)
         stages.append(
             _Stage(
-                [(kind, get_layer_activations(facts, kind, candidate)) for kind in kinds],
+                _list_layers(facts, candidate, layers),
                 has_head,
                 count_trained_elements(facts, candidate, own).local * gradient_bytes,
-                [trained_layers[kind.slot].local * gradient_bytes for kind in kinds],
+                [_count_layer_elements(facts, candidate, kind) * gradient_bytes for kind in kinds],
                 embedding_bytes if has_embedding else message * (not kinds[0].has_backward),
                 head_bytes if has_head else message,
                 compute_loss_bytes(facts, candidate) if has_head else 0.0,

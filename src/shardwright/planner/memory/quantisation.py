@@ -33,8 +33,11 @@ def compute_block_temporaries(
     A product quantises one operand after the other, and keeps the codes of the first, a byte each.
     """
     shares = candidate.quantised_shares
-    if candidate.adapter is not None and candidate.adapter.has_magnitudes:
-        return _compute_norm_temporaries(facts, kind, candidate, candidate.adapter)
+    adapter = candidate.adapter
+    if adapter is not None and (adapter.has_magnitudes or adapter.has_dropout):
+        norms = _compute_norm_temporaries(facts, kind, candidate, adapter)
+        dropout = _compute_dropout_temporaries(facts, kind, candidate, adapter)
+        return BlockTemporaries(*map(max, norms, dropout))
     found: dict[str, ProductTemporaries] = {}
     if shares is None or candidate.compile:
         return BlockTemporaries()
@@ -79,6 +82,8 @@ def _compute_norm_temporaries(
 ) -> BlockTemporaries:
     """Compute the temporary bytes of norms of rows of W + scale x B A, which scale the output: W in
     fp32, a product B A, and next to them the outputs of the matrix and of the adapter."""
+    if not adapter.has_magnitudes:
+        return BlockTemporaries()
     size = candidate.activation_bytes
     wide = max(size, 4)
     found: dict[str, ProductTemporaries] = {}
@@ -94,6 +99,25 @@ def _compute_norm_temporaries(
     return BlockTemporaries(**found)
 
 
+def _compute_dropout_temporaries(
+    facts: ModelFacts, kind: LayerKind, candidate: Candidate, adapter: LowRankAdapter
+) -> BlockTemporaries:
+    """Compute the temporary bytes of dropout before adapters: of each element of an input 32
+    random bits, itself, which the frozen product does not save, and divided by the rate; next to
+    what is left and the mask."""
+    found: dict[str, ProductTemporaries] = {}
+    if not adapter.has_dropout or not candidate.engine.has_ordered_frees or candidate.compile:
+        return BlockTemporaries()
+    for product, rows in list_matmuls(facts, kind, candidate):
+        if product.role in adapter.roles:
+            _, num_inputs = compute_local_sides(product, candidate)
+            element_bytes = 4.0 + 2.0 * candidate.activation_bytes
+            temporaries = ProductTemporaries(output=element_bytes * rows * num_inputs)
+            operation = _get_operation(product.role)
+            found[operation] = max(temporaries, found.get(operation, ProductTemporaries()))
+    return BlockTemporaries(**found)
+
+
 def _compute_emulated_temporaries(
     candidate: Candidate,
     inputs: float,
@@ -105,14 +129,16 @@ def _compute_emulated_temporaries(
     """Compute the temporary bytes of emulated products, from the elements of their operands.
 
     A product quantises one operand after the other, and dequantises both before it multiplies them:
-    to fp32, by a division of the codes as fp32, and then to fp64 if it computes in that.
+    to fp32, by a division of the codes as fp32, and then to fp64 if it computes in that. With
+    compute in bf16 the result is in fp32 next to both, and converted.
     """
     shares = candidate.quantised_shares
     assert shares is not None
-    wide = candidate.activation_bytes
-    dequantising = 8.0 if wide == 4 else 4.0 + wide
+    size = candidate.activation_bytes
+    wide = max(4.0, size)
+    dequantising = 8.0 if wide == 4.0 else 4.0 + wide
 
-    def multiply(left: float, right: float) -> tuple[float, float]:
+    def multiply(left: float, right: float, result: float) -> tuple[float, float]:
         """Return the bytes before the result is allocated, and those next to it."""
         codes = left + right
         before = max(
@@ -121,14 +147,28 @@ def _compute_emulated_temporaries(
             codes + dequantising * left,
             codes + wide * left + dequantising * right,
         )
-        return before, codes + wide * codes
+        return before, codes + wide * codes + (wide - size) * result
 
-    output = multiply(inputs, weight)
-    before_gradient, beside_gradient = multiply(outputs, weight)
+    output = multiply(inputs, weight, outputs)
+    before_gradient, beside_gradient = multiply(outputs, weight, inputs)
     if has_weight_gradient:
-        before, beside = multiply(outputs, inputs)
-        beside_gradient = max(beside_gradient, before, beside + wide * weight)
+        before, beside = multiply(outputs, inputs, weight)
+        beside_gradient = max(beside_gradient, before, beside + size * weight)
     return ProductTemporaries(max(output), max(before_gradient, beside_gradient), beside_gradient)
+
+
+def compute_widening_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:
+    """Compute the bytes by which results of a layer's emulated products exceed those in 16 bits:
+    the products are in fp32, and `selective` saves their results before they are converted."""
+    shares = candidate.quantised_shares
+    if shares is None or not shares.is_emulated or candidate.activation_bytes >= 4:
+        return 0.0
+    elements = 0.0
+    for product, rows in list_matmuls(facts, kind, candidate):
+        num_outputs, _ = compute_local_sides(product, candidate)
+        num_matrices = facts.count_local_matrices(kind, product, candidate.layout.ep)
+        elements += shares.get_share(product.role) * rows * num_outputs * num_matrices
+    return elements * (4 - candidate.activation_bytes)
 
 
 def count_unsaved_bytes(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> float:

@@ -6,7 +6,7 @@ Follows the schedule that will run (`shardwright.schedule`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -167,6 +167,8 @@ class PipelineStages:
     partition: PipelinePartition
     has_frozen: bool = False
     """True if parameters are frozen, so that stages of a rank may differ in what they save."""
+    has_ordered_frees: bool = True
+    """As `EngineModel.has_ordered_frees`."""
 
     @property
     def stages(self) -> tuple[StageLayers, ...]:
@@ -187,6 +189,13 @@ class PipelineStages:
         per_rank = len(self.stages) / self.num_ranks
         return tuple(peak / per_rank for peak in peaks)
 
+    @property
+    def _follows_passes(self) -> bool:
+        """True if memory follows each pass of a rank: its stages differ, or it has one, whose
+        messages and gradients are exactly known. 1F1B has its peak in its first backward pass."""
+        has_one_stage = len(self.stages) == self.num_ranks and self.schedule != "1f1b"
+        return self.has_frozen or (has_one_stage and self.has_ordered_frees)
+
     def build_rank_load(self, rank: int) -> StageLoad:
         """Build the load of a rank."""
         row = (self.schedule, self.num_ranks, self.num_micro_batches, self.virtual_stages, rank)
@@ -195,13 +204,13 @@ class PipelineStages:
             rank,
             self.passes_in_flight[rank],
             list_backward_moments(*row) if is_split else (),
-            _list_passes(*row) if self.num_ranks > 1 and self.has_frozen else (),
+            _list_passes(*row) if self.num_ranks > 1 and self._follows_passes else (),
         )
 
     def build_first_load(self) -> StageLoad:
         """Build the load of the first rank; without the moments of schedules that defer gradients
-        of weights, unless parameters are frozen."""
-        if self.has_frozen:
+        of weights, unless its passes are followed."""
+        if self._follows_passes:
             return self.build_rank_load(0)
         return self.partition.build_load(0, self.passes_in_flight[0])
 
@@ -360,9 +369,14 @@ def get_pipeline(
     num_micro_batches: int,
     sequence_length: int,
     engine: EngineModel = SHARDWRIGHT_ENGINE,
+    *,
+    has_adapters: bool = False,
 ) -> PipelineStages:
     """Return the cached pipeline of a layout, with one stage if pp is 1. `engine` assigns
     layers to stages.
+
+    Args:
+        has_adapters: the matrices of layers are frozen.
 
     Raises:
         ScheduleError: the schedule does not support the number of micro-batches.
@@ -375,12 +389,14 @@ def get_pipeline(
         num_micro_batches,
         sequence_length,
         engine,
+        has_adapters,
     )
     pipeline = facts.pipeline_cache.get(key)
     if pipeline is None:
-        pipeline = facts.pipeline_cache[key] = _build_pipeline(
-            facts, layout, num_micro_batches, sequence_length, engine
-        )
+        pipeline = _build_pipeline(facts, layout, num_micro_batches, sequence_length, engine)
+        if has_adapters and engine.has_ordered_frees:
+            pipeline = replace(pipeline, has_frozen=True)
+        facts.pipeline_cache[key] = pipeline
     assert isinstance(pipeline, PipelineStages)
     return pipeline
 
@@ -418,6 +434,7 @@ def _build_pipeline(
         layout.virtual_stages,
         partition,
         bool(facts.frozen_names),
+        engine.has_ordered_frees,
     )
 
 
