@@ -120,7 +120,7 @@ class Plan:
     def has_working_weights(self) -> bool:
         """True if trained matrices are cast to the compute precision once per step."""
         return (
-            not self.layout.is_sharded
+            (not self.layout.is_sharded or self.offloads_trained_weights)
             and self.precision.kind not in ("fp32", "fp64")
             and self.precision.master_weights != "bf16"
             and not isinstance(self.shape, HFShape)
@@ -159,6 +159,8 @@ def build_plan(
     batch: BatchPlan,
     precision: PrecisionSection,
     recompute: RecomputeKind = "none",
+    *,
+    offloads_trained_weights: bool = False,
 ) -> Plan:
     """Build the plan of a model from resolved parts.
 
@@ -167,7 +169,9 @@ def build_plan(
         RecipeError: 8-bit products would not be those of one process.
     """
     placement = place_model(shape, layout, batch.sequence_length)
-    plan = Plan(placement, batch, precision, recompute)
+    plan = Plan(
+        placement, batch, precision, recompute, offloads_trained_weights=offloads_trained_weights
+    )
     _check_precision(plan)
     return plan
 
@@ -183,15 +187,13 @@ def resolve_plan(
 
     Args:
         shape: the recipe's model.
-        auto_precision: choice for `precision: auto` on the devices of the plan. Not needed if
-            the recipe names its precision.
+        auto_precision: choice for `precision: auto`; not needed if the recipe names its precision.
         auto_compilation: the same for what `auto` compiles; None compiles nothing.
 
     Raises:
         LayoutError, RecipeError: degrees or batch sizes contradict each other or do not divide
             the model; shows the arithmetic.
-        ScheduleError: the pipeline schedule does not support the step's number of
-            micro-batches.
+        ScheduleError: the pipeline schedule does not support the number of micro-batches.
     """
     layout, batch = resolve_degrees(recipe, world_size)
     placement = place_model(shape, layout, batch.sequence_length)
@@ -276,7 +278,7 @@ def _check_working_weights(plan: Plan) -> None:
     Raises:
         RecipeError: `precision.working_weights: true` would have no effect.
     """
-    if plan.layout.is_sharded:
+    if plan.layout.is_sharded and not plan.offloads_trained_weights:
         reason = f"zero_stage {plan.layout.zero_stage} gathers the weights in the compute precision"
     elif isinstance(plan.shape, HFShape):
         reason = f"transformers' {plan.shape.class_name} reads its own weights"

@@ -23,7 +23,7 @@ from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.numerics.precision import resolve_dtypes
 from shardwright.optim import build_optimizer
 from shardwright.parallel import ParallelModel, apply_layout, build_mesh
-from shardwright.parallel.offloaded_weights import BlockWeightStore
+from shardwright.parallel.offloaded_weights import BlockWeightStore, TrainedWeightStore
 from shardwright.plans import BatchPlan, Plan, build_plan
 from shardwright.training.step import (
     accumulate_gradients,
@@ -97,9 +97,18 @@ class Case:
         )
 
 
-def build_case_plan(case: Case, recipe: Recipe, layout: Layout) -> Plan:
+def build_case_plan(
+    case: Case, recipe: Recipe, layout: Layout, *, offloads_trained_weights: bool = False
+) -> Plan:
     batch = BatchPlan(TOKENS, ROWS, case.num_micro_batches, layout.data_ranks)
-    return build_plan(read_recipe_shape(recipe), layout, batch, recipe.precision, case.recompute)
+    return build_plan(
+        read_recipe_shape(recipe),
+        layout,
+        batch,
+        recipe.precision,
+        case.recompute,
+        offloads_trained_weights=offloads_trained_weights,
+    )
 
 
 def build_model(
@@ -111,6 +120,7 @@ def build_model(
 ) -> ParallelModel:
     shape = read_recipe_shape(recipe)
     precision = resolve_dtypes(recipe.precision)
+    is_offloaded = isinstance(offload, TrainedWeightStore)
     with torch.device("meta"):
         decoder = Decoder(
             shape,
@@ -121,7 +131,7 @@ def build_model(
     specs = {spec.name: spec for spec in shape.list_parameters()}
     return apply_layout(
         decoder,
-        build_case_plan(case, recipe, layout),
+        build_case_plan(case, recipe, layout, offloads_trained_weights=is_offloaded),
         build_mesh(layout, device.type),
         device,
         read_slice=lambda name, narrow: initialise_parameter(

@@ -159,6 +159,76 @@ def test_gradients_of_earlier_micro_batches_count_in_the_norm(
     assert norms[0] == norms[1]
 
 
+COPIED = {"kind": "bf16", "working_weights": True}
+
+
+def count_moved(recipe: Recipe, world_size: int) -> tuple[int, int, int]:
+    """Return the bytes of weights and gradients that a step reads and writes on this rank, and
+    those of its working shards."""
+    validated_run = validate_run(recipe, world_size)
+    state = build_state(validated_run, torch.device("cpu"))
+    offload = state.weight_offload
+    working_weights = state.model.decoder.working_weights
+    assert isinstance(offload, ShardOffload)
+    assert working_weights is not None
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    for step in range(2):
+        offload.store.synchronise()  # a write is counted when it ends
+        offload.pop_counts()
+        batches = read_step_micro_batches(
+            validated_run.data.train,
+            order,
+            validated_run.plan.batch,
+            step,
+            torch.distributed.get_rank(),
+        )
+        accumulate_gradients(state.model, batches, seed=0, step=step)
+        update_parameters(state.model, state.optimizer, learning_rate=1e-3, max_grad_norm=0.5)
+    assert offload.count_device_bytes() <= BLOCK_BYTES // 2, "only the last unit is being written"
+    offload.store.synchronise()
+    counts = offload.pop_counts()
+    offload.close()
+    copied_bytes = sum(copy.nbytes for copy in working_weights.copies)
+    return counts.read_bytes, counts.written_bytes, copied_bytes
+
+
+@pytest.mark.parametrize(("stage", "num_micro_batches"), [(3, 1), (3, 4), (2, 2), (1, 2)])
+def test_working_shards_stay_and_only_gradients_move_in_the_passes(
+    ranks: RankPool, tmp_path: Path, stage: int, num_micro_batches: int
+) -> None:
+    sections = {
+        "model": {"config": DEEP},
+        "layout": {"dp_shard": 2, "zero_stage": stage},
+        "precision": COPIED,
+        "offload": {"optimizer": "disk", "parameters": "disk"},
+        "training": ACCUMULATED | {"gradient_accumulation_steps": num_micro_batches},
+    }
+    recipe = build_recipe(tmp_path, sections)
+    validate_run(recipe, 2)  # tokenises once
+    shard_bytes = 4 * BLOCK_BYTES // 2
+    # Stage 1 reduces once per step. The update reads weights and gradients, and writes weights.
+    num_reductions = 1 if stage == 1 else num_micro_batches
+    for read_bytes, written_bytes, copied_bytes in ranks.run(2, count_moved, recipe, 2):
+        assert read_bytes == shard_bytes * (1 + num_reductions)
+        assert written_bytes == shard_bytes * (1 + num_reductions)
+        assert copied_bytes == shard_bytes // 2
+
+
+def test_checkpoints_of_working_shards_open_under_every_layout_and_setting(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    recipe = write_recipe(tmp_path, precision="bf16")
+    working = (*ON_DISK, "precision.working_weights=true")
+    chain = (CHAIN[0][0], CHAIN[1][0], CHAIN[3][0])
+    for name, settings in (("resident", (RESIDENT,) * 3), ("run", (working, RESIDENT, working))):
+        for number, (layout, offload) in enumerate(zip(chain, settings, strict=True)):
+            arguments = (str(recipe), str(tmp_path / name), layout, 2, number > 0)
+            ranks.run(2, train_some, *arguments, *offload)
+    expected = read_all_checkpoints(tmp_path / "resident")
+    assert len(expected) == 2 * len(chain)
+    assert read_all_checkpoints(tmp_path / "run") == expected
+
+
 def count_present(recipe: Recipe, world_size: int) -> tuple[int, ...]:
     """Return the most bytes of shards, the most gradients of matrices, and the most sums over
     replicas that FSDP2 keeps, on this rank's device when a block begins its forward pass or ends

@@ -26,7 +26,7 @@ from shardwright.layout import Layout
 from shardwright.model import Decoder
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.product import WeightGradientStore
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import copy_weights
 from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import ChunkedLoss, resolve_dtypes
 from shardwright.optim import build_optimizer
@@ -258,7 +258,7 @@ def test_gradients_accumulate_in_the_masters_dtype() -> None:
 def test_a_deferred_gradient_is_none() -> None:
     layer = Linear(6, 4, bias=False)
     layer.gradient_store = WeightGradientStore()
-    weights = WorkingWeights(layer, torch.bfloat16)
+    weights = copy_weights(layer, torch.bfloat16)
     with torch.no_grad():
         layer.weight.fill_(1.0)
     weights.update()
@@ -274,7 +274,7 @@ def test_a_deferred_gradient_is_none() -> None:
 
 def test_a_forward_pass_casts_only_changed_weights() -> None:
     layers = torch.nn.ModuleList(Linear(6, 4, bias=False) for _ in range(3))
-    weights = WorkingWeights(layers, torch.bfloat16)
+    weights = copy_weights(layers, torch.bfloat16)
     shapes: set[torch.Size] = set()
     with torch.no_grad():
         for layer in layers:

@@ -166,7 +166,8 @@ class PrecisionSection(RecipeSection):
     fewer casts are made and the predicted memory of the run fits into the free memory of the
     fullest device. `true` does so always; copies take 2 bytes per parameter. Weights of 8-bit
     products are kept as codes. With `offload.parameters` and without adapters, copies stay on the
-    device and weights do not move in the passes; `auto` does so on CUDA if they fit."""
+    device and weights do not move in the passes; `auto` does so on CUDA if they fit. Then each rank
+    also keeps copies of the shards that ZeRO (zero_stage 1 to 3) gives it."""
     initial_loss_scale: Annotated[float, Field(strict=True, gt=0)] = 2.0**16
     """Initial value of the dynamic loss scale, for fp16."""
     loss_scale_growth_steps: Positive = 1000

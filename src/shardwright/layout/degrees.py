@@ -113,6 +113,17 @@ class Layout:
         """Return the size of an axis: one of `AXES`, `fsdp`, `efsdp` or `ep`."""
         return int(getattr(self, axis))
 
+    def describe_data_ranks(self) -> list[str]:
+        """Describe how data ranks share the model, in parts of a line.
+
+        >>> Layout(dp_shard=4, dp_replicate=2, zero_stage=3).describe_data_ranks()
+        ['ZeRO-3 over 4', '2 replicas']
+        """
+        if self.zero_stage == 0:
+            return [f"DDP {self.dp_replicate}"] if self.dp_replicate > 1 else []
+        shards = f"ZeRO-{self.zero_stage} over {self.fsdp}"
+        return [shards, f"{self.dp_replicate} replicas"] if self.dp_replicate > 1 else [shards]
+
     def __str__(self) -> str:
         """Return the form that `--layout` takes, without defaults but always with `zero_stage`."""
         shown_fields = [

@@ -116,14 +116,17 @@ class ShardOffload(ParameterOffload):
     def bring_shards(self, unit: int) -> None:
         """Bring a unit's shards before FSDP2 gathers them, and start to bring the next unit's.
 
-        They are on the device until the next call, and others leave.
+        They are on the device until the next call, and others leave. Those of units whose working
+        shards are current stay away.
         """
         phase: Phase = "inference"
         if torch.is_grad_enabled():
             phase = "forward"
         if self._is_backward:
             phase = "backward"
-        if (unit, phase) == self._last_use and self._blocks[unit].is_present:
+        block = self._blocks[unit]
+        is_ready = block.is_present or self._has_copies(block)
+        if (unit, phase) == self._last_use and is_ready:
             return  # FSDP2 gathers experts apart from the rest of their block
         self._use(unit, phase)
 
@@ -166,10 +169,21 @@ class ShardOffload(ParameterOffload):
                 others_block.free_weights()
             if phase != "backward" or other != self._last_stored:
                 self._finish_gradient_writes(other)
-        self._blocks[unit].launch(self.store)
-        self._blocks[unit].finish()
-        if next_unit is not None and next_unit not in self._pending_layers:
-            self._blocks[next_unit].launch(self.store)
+        self._launch(use)
+        block = self._blocks[unit]
+        if self._needs_weights(use):
+            block.finish()
+            self._update_copies(block)
+        if self._has_copies(block):
+            block.free_weights()
+        if following is not None:
+            self._launch(following)
+
+    def _launch(self, use: Use) -> None:
+        """Start to bring a unit's shards if a gather or its working shards need them; gradients
+        return when they are reduced."""
+        if use[0] not in self._pending_layers and self._needs_weights(use):
+            self._blocks[use[0]].launch(self.store)
 
     def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:
         """Bring gradients of a unit before FSDP2 adds to them, and start to bring the next unit's.

@@ -56,7 +56,7 @@ from shardwright.model.products.product import WeightGradientStore
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_operands import fill_operands
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import WorkingWeights, copy_weights
 from shardwright.numerics import get_local_tensor
 from shardwright.numerics.function_compiler import compile_function, request_exact_rounding
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
@@ -79,7 +79,7 @@ from shardwright.parallel.offloaded_weights import (
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot, find_parameter_stages
 from shardwright.parallel.recompute import install_recompute
-from shardwright.parallel.sharded_weights import UnitReduction, store_shards
+from shardwright.parallel.sharded_weights import UnitReduction, copy_shards, store_shards
 from shardwright.parallel.tensor_parallel import build_tensor_parallel
 from shardwright.parallel.weight_maxima import build_weight_maxima
 from shardwright.plans import Plan
@@ -109,11 +109,9 @@ def apply_layout(
         device: device on which the rank computes.
         read_slice: returns any slice of any parameter by name.
         compile_blocks: torch.compile each block; for rows of any length if the plan's differ.
-        storage: context entered while memory is allocated and filled; a rehearsal passes one in
-            which tensors take no memory.
-        offload: keeps the matrices of blocks, with adapters the frozen ones, which then are
-            neither allocated here nor sharded by FSDP2. A `TrainedWeightStore` without adapters;
-            a `TrainedShardStore` if ZeRO shards them over ranks.
+        storage: context while memory is allocated and filled; in a rehearsal's it takes none.
+        offload: keeps the matrices of blocks; with adapters the frozen ones, which FSDP2 does not
+            shard. Without, a `TrainedWeightStore`; if ZeRO shards them, a `TrainedShardStore`.
 
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
@@ -200,7 +198,7 @@ def apply_layout(
     trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
     if plan.has_working_weights and trainable:
         with storage or nullcontext():
-            decoder.working_weights = _copy_weights(decoder, plan, compile_blocks, trained_offload)
+            decoder.working_weights = _copy(decoder, plan, compile_blocks, offload, fsdp_modules)
     excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
     replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
     module: nn.Module = decoder
@@ -270,16 +268,24 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
     decoder.compile_blocks(**options)
 
 
-def _copy_weights(
-    decoder: Decoder, plan: Plan, is_compiled: bool, offload: TrainedWeightStore | None
-) -> WorkingWeights:
+def _copy(
+    decoder: Decoder,
+    plan: Plan,
+    is_compiled: bool,
+    offload: BlockWeightStore | None,
+    fsdp_modules: Sequence[FSDPModule],
+) -> WorkingWeights | None:
+    """Copy weights, or the shards that leave the device, to the compute precision."""
+    trained = offload if isinstance(offload, TrainedWeightStore) else None
+    if fsdp_modules:
+        return copy_shards(decoder, fsdp_modules, resolve_dtypes(plan.precision).compute, trained)
     section = plan.precision.low_precision
     options = {} if section is None else list_compiler_options(section.recipe)
     # One graph for each shape of a matrix.
     fill = compile_function(fill_operands, max_graphs=64, options=options) if is_compiled else None
-    working_weights = WorkingWeights(decoder, resolve_dtypes(plan.precision).compute, fill)
-    if offload is not None:
-        offload.write_copies(working_weights)
+    working_weights = copy_weights(decoder, resolve_dtypes(plan.precision).compute, fill)
+    if trained is not None:
+        trained.write_copies(working_weights)
     return working_weights
 
 

@@ -40,7 +40,6 @@ from shardwright.model.products.fp8 import Scaling
 from shardwright.model.products.gathered_weight import GatheredWeight, list_sent_parts
 from shardwright.model.products.operand import get_widest_blocks, limit_rows, quantise
 from shardwright.model.products.scaled_product import ScaledProducts
-from shardwright.numerics import get_local_tensor
 from shardwright.parallel.sharded_weights import list_parameter_groups
 from shardwright.placement import has_whole_block_shards
 from shardwright.plans import Plan
@@ -129,6 +128,7 @@ class _CodeGather:
         """`group` and `parameter` are FSDP2's."""
         self._products = products
         self._group = group
+        self._parameter = parameter
         self._shard_number: int = parameter.mesh_info.shard_mesh_rank
         self._is_experts = len(parameter._orig_size) == 3
         self._scalings = (products.scaling.output[1], products.scaling.input_gradient[1])
@@ -152,7 +152,9 @@ class _CodeGather:
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return the parts of this rank's shard for the pass that gathers."""
-        shard = get_local_tensor(module.get_parameter("weight").detach())
+        # What FSDP2 would gather: of an offloaded weight a copy in the compute precision.
+        shard: Tensor = self._parameter._sharded_param_data
+        shard = shard.view(self._parameter.padded_sharded_param_size)
         values = shard.to(mp_policy.param_dtype or shard.dtype).flatten(0, -2)
         is_backward = self._group._training_state.name == "PRE_BACKWARD"
         scaling = self._scalings[is_backward]

@@ -6,6 +6,11 @@ hook there: hooks of modules run too late for a gather that is begun ahead of it
 after the addition. So both methods of each group are wrapped. Everything else of
 FSDP2's that this module uses is read only. The parameters of a unit are those of the blocks that
 `fully_shard` got together; experts over `ep` are a second group of the same unit.
+
+[Note: working shards] A gather copies each shard, flat and padded, to the compute precision. FSDP2
+has one reference to that flat shard, which is used for nothing else. If it is a copy of the shard
+in the compute precision, a gather has the same bits, and the fp32 shard is needed for none
+(docs/decisions/0275-working-shards.md).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwright.architecture import ParameterSpec
@@ -24,8 +29,9 @@ from shardwright.layout import Layout, ParameterLayout, compute_local_boxes
 from shardwright.model.block import Block
 from shardwright.model.block_weights import BlockWeight, BlockWeightSources, SliceReader
 from shardwright.model.decoder import Decoder
+from shardwright.model.products.working_weights import WorkingWeight, WorkingWeights
 from shardwright.numerics import get_local_tensor
-from shardwright.parallel.offloaded_weights import TrainedShardStore
+from shardwright.parallel.offloaded_weights import TrainedShardStore, TrainedWeightStore
 
 
 def store_shards(
@@ -77,6 +83,38 @@ def store_shards(
             shards = [item.parameter for item in weights]
             _bring_before_gather(group, unit, offload, shards)
             _bring_before_reduction(group, unit, offload)
+
+
+def copy_shards(
+    decoder: Decoder,
+    fsdp_modules: Sequence[FSDPModule],
+    dtype: torch.dtype,
+    offload: TrainedWeightStore | None,
+) -> WorkingWeights | None:
+    """Let FSDP2 gather offloaded weights from copies of this rank's shards in `dtype`, in which it
+    gathers.
+
+    Shards of this dtype have none. None if no weights leave the device, for example on a CPU.
+    """
+    if offload is None:
+        return None
+    offloaded = {item for name, item in decoder.named_parameters() if name in offload.names}
+    copies: dict[Tensor, WorkingWeight] = {}
+    for group in [group for module in fsdp_modules for group in list_parameter_groups(module)]:
+        for item in group.fsdp_params:
+            parameter = item.sharded_param
+            if parameter not in offloaded or parameter.dtype == dtype:
+                continue
+            # `data` has a version counter of its own: a shard that returns has not changed.
+            local = get_local_tensor(parameter.detach()).data
+            flat = torch.zeros(
+                item.padded_sharded_param_size.numel(), dtype=dtype, device=local.device
+            )
+            item._sharded_param_data = flat
+            copies[parameter] = WorkingWeight(local, flat[: local.numel()].view(local.shape))
+    working_weights = WorkingWeights(copies)
+    offload.write_copies(working_weights)
+    return working_weights
 
 
 def list_block_groups(

@@ -377,7 +377,7 @@ class Candidate:
     def has_working_weights(self) -> bool:
         """True if trained matrices are cast to the compute precision once per step."""
         return (
-            not self.is_sharded
+            (not self.is_sharded or self.offloads_trained_weights)
             and self.activation_bytes != self.master_bytes
             and should_cast_once(
                 self.working_weights,
@@ -391,7 +391,8 @@ class Candidate:
     @property
     def has_working_operands(self) -> bool:
         """True if weights of quantised products are quantised once per step."""
-        return self.has_working_weights and self.adapter is None and bool(self.quantised_shares)
+        has_whole_weights = self.has_working_weights and not self.is_sharded
+        return has_whole_weights and self.adapter is None and bool(self.quantised_shares)
 
     @property
     def adapted_roles(self) -> tuple[str, ...] | None:
@@ -426,7 +427,7 @@ class Candidate:
         layout = self.layout
         axes = [axis for axis in ("pp", "tp", "cp", "ep") if layout.degree(axis) > 1]
         degrees = [f"{axis} {layout.degree(axis)}" for axis in axes]
-        degrees += _describe_data_degrees(layout)
+        degrees += layout.describe_data_ranks()
         if layout.pp > 1:
             num_stages = layout.virtual_stages or 1
             degrees.append(layout.schedule + (f" x{num_stages}" if num_stages > 1 else ""))
@@ -441,10 +442,3 @@ class Candidate:
         if self.activation_offload != "none":
             degrees.append(f"activations on {self.activation_offload}")
         return ", ".join(degrees) or "one GPU"
-
-
-def _describe_data_degrees(layout: Layout) -> list[str]:
-    if layout.zero_stage == 0:
-        return [f"DDP {layout.dp_replicate}"] if layout.dp_replicate > 1 else []
-    shards = f"ZeRO-{layout.zero_stage} over {layout.fsdp}"
-    return [shards, f"{layout.dp_replicate} replicas"] if layout.dp_replicate > 1 else [shards]

@@ -49,6 +49,8 @@ class Trained:
     """Most memory of the last step, without what there was before the model."""
     present_bytes: int = 0
     """Bytes of shards on the device after the step."""
+    moved_bytes: tuple[int, int] = (0, 0)
+    """Bytes that a step reads, and writes; an update may run in the next step."""
 
 
 def train_shards(case: Case, folder: Path, tier: OffloadTier, update_on: str = "device") -> Trained:
@@ -68,6 +70,9 @@ def train_shards(case: Case, folder: Path, tier: OffloadTier, update_on: str = "
             kind=ShardOffload if case.layout.is_sharded else ParameterOffload,
         )
     recipe = case.make_recipe()
+    if offload is None and case.layout.is_sharded:  # only offloaded shards have working shards
+        precision = recipe.precision.model_copy(update={"working_weights": "auto"})
+        recipe = recipe.model_copy(update={"precision": precision})
     model = build_model(case, recipe, case.layout, cuda, offload)
     if case.is_compiled:
         torch._dynamo.reset()  # graphs of an earlier case in this process
@@ -92,7 +97,11 @@ def train_shards(case: Case, folder: Path, tier: OffloadTier, update_on: str = "
         overlap=overlap,
     )
     rank = RankGrid(case.layout).data_rank(torch.distributed.get_rank())
+    moved_bytes = (0, 0)
     for step in range(NUM_STEPS):
+        if offload is not None:
+            counts = offload.pop_counts()
+            moved_bytes = (counts.read_bytes, counts.written_bytes)
         torch.cuda.reset_peak_memory_stats()
         batches = [batch.pin_memory() for batch in draw_micro_batches(case, rank)]
         with device.log_synchronisations() as log:
@@ -117,7 +126,7 @@ def train_shards(case: Case, folder: Path, tier: OffloadTier, update_on: str = "
         tensors[name] = local.cpu().clone()
     close(optimizer, offload)
     assert not device.list_violations()
-    return Trained(tensors, waits, peak_bytes, present_bytes)
+    return Trained(tensors, waits, peak_bytes, present_bytes, moved_bytes)
 
 
 def close(optimizer: OffloadedOptimizer, offload: Any) -> None:
@@ -144,11 +153,36 @@ def compare(
     )
 
 
+COPIED = {"precision": {"kind": "bf16", "working_weights": True}}
 CASES = {
     "zero1": Case(Layout(dp_shard=2, zero_stage=1), recompute="full"),
     "zero2": Case(Layout(dp_shard=2, zero_stage=2), kind="bf16"),
     "zero3": Case(Layout(dp_shard=2, zero_stage=3)),
     "experts": Case(Layout(dp_shard=2, ep=2, zero_stage=3), model="qwen3_moe"),
+    "working shards of zero1": Case(
+        Layout(dp_shard=2, zero_stage=1), recompute="full", sections=COPIED
+    ),
+    "working shards of zero2": Case(
+        Layout(dp_shard=2, zero_stage=2), recompute="selective", sections=COPIED
+    ),
+    "working shards of zero3": Case(
+        Layout(dp_shard=2, zero_stage=3, prefetch_depth=2, max_gathers_in_flight=3),
+        sections=COPIED,
+        is_compiled=True,
+    ),
+    "working shards of experts": Case(
+        Layout(dp_shard=2, ep=2, zero_stage=3), sections=COPIED, model="qwen3_moe"
+    ),
+    "working shards in mxfp8": Case(
+        Layout(dp_shard=2, zero_stage=3),
+        sections={
+            "precision": {
+                "kind": "fp8",
+                "working_weights": True,
+                "fp8": {"recipe": "mxfp8", "emulate": True},
+            }
+        },
+    ),
     "prefetch": Case(
         Layout(dp_shard=2, zero_stage=3, prefetch_depth=2, max_gathers_in_flight=3),
         sections={"precision": {"kind": "fp8", "fp8": {"recipe": "mxfp8", "emulate": True}}},
@@ -161,6 +195,7 @@ CASES = {
     [
         ("zero3", "host"),
         ("prefetch", "disk"),
+        ("working shards of zero3", "disk"),
         *(
             pytest.param(name, tier, marks=pytest.mark.long)
             for name in CASES
@@ -178,7 +213,6 @@ def test_steps_have_the_bits_of_resident_shards(
         assert present <= 2 * MATRIX_BYTES * (1 + 3 * (name == "experts"))
 
 
-COPIED = {"precision": {"kind": "bf16", "working_weights": True}}
 WHOLE_CASES = {
     "replicas": Case(Layout(dp_replicate=2), sections=COPIED, is_compiled=True),
     "replicas in fp32": Case(Layout(dp_replicate=2), recompute="full"),
@@ -211,9 +245,12 @@ def test_working_weights_stay_with_the_bits_of_resident_master_weights(
             assert present <= num_blocks * MATRIX_BYTES
 
 
+SHORT_CASES = ("zero3", "working shards of zero3")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "zero3")],
+    [pytest.param(name, marks=() if name in SHORT_CASES else pytest.mark.long) for name in CASES],
 )
 def test_the_host_updates_shards_where_they_are(
     tmp_path: Path,
@@ -225,7 +262,33 @@ def test_the_host_updates_shards_where_they_are(
     ):
         assert different == []
         assert waits == 0
+        if name.startswith("working shards"):
+            assert present == 0
         assert present <= 2 * MATRIX_BYTES * (1 + 3 * (name == "experts"))
+
+
+def count_moved(case: Case, folder: Path, update_on: str) -> tuple[int, int]:
+    """Return the bytes that a step of this rank reads, and writes."""
+    return train_shards(case, folder, "host", update_on).moved_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "update_on", "read", "written"),
+    [
+        ("working shards of zero3", "host", 2, 2),
+        pytest.param("working shards of zero3", "device", 3, 3, marks=pytest.mark.long),
+        pytest.param("working shards of zero1", "host", 1, 1, marks=pytest.mark.long),
+        pytest.param("working shards of zero2", "host", 2, 2, marks=pytest.mark.long),
+    ],
+)
+def test_only_gradients_and_new_weights_of_working_shards_move(
+    tmp_path: Path, device_ranks: RankPool, name: str, update_on: str, read: int, written: int
+) -> None:
+    """Gradients leave after each reduction, and return for the next; weights that the host has
+    updated arrive once. An update on the device reads weights and gradients, and writes weights."""
+    shard_bytes = NUM_BLOCKS * MATRIX_BYTES // 2
+    for moved in device_ranks.run(2, count_moved, CASES[name], tmp_path, update_on):
+        assert moved == (read * shard_bytes, written * shard_bytes)
 
 
 def compare_without_queries(case: Case, folder: Path) -> tuple[list[str], int, int, int]:

@@ -31,7 +31,7 @@ from shardwright.model.products.operand import (
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels, multiply_on_device
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
 from shardwright.model.products.working_operands import fill_operands
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import copy_weights
 from shardwright.model.routing import ExpertRules
 from shardwright.numerics.recompute import build_recompute_runner
 from tests.compiled_graphs import GraphCounter
@@ -281,7 +281,7 @@ def test_graphs_of_all_recipes_in_one_process_have_fixed_sizes() -> None:
     for recipe in ("tensorwise", "rowwise", "blockwise"):
         layer = Linear(256, 512, bias=False)
         layer.scaled = ScaledProducts(PRODUCT_SCALINGS[recipe], "w")
-        WorkingWeights(layer, torch.bfloat16, fill_operands).update()
+        copy_weights(layer, torch.bfloat16, fill_operands).update()
         torch.compile(layer.forward, backend=keep_graph, fullgraph=True)(x).sum().backward()
     assert len(graphs) == 3
     inputs = [node for graph in graphs for node in graph.graph.nodes if node.op == "placeholder"]

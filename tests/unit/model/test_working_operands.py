@@ -22,7 +22,7 @@ from shardwright.model.products.working_operands import (
     fill_operands,
     list_tensors,
 )
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import copy_weights
 from shardwright.numerics.function_compiler import compile_function
 from tests.reference import cases
 
@@ -80,7 +80,7 @@ def test_products_read_the_codes_that_they_would_compute(
     layer = build_layer(name, is_transposed=is_transposed, has_experts=has_experts)
     plain = differentiate(layer)
     plain_fp32 = differentiate(layer, torch.float32)
-    weights = WorkingWeights(layer, torch.bfloat16)
+    weights = copy_weights(layer, torch.bfloat16)
     weights.update()
     with mock.patch.object(ScaledProducts, "quantise_weight") as quantise_weight:
         assert_equal_bits(differentiate(layer), plain)
@@ -109,7 +109,7 @@ def test_codes_take_two_bytes_in_the_order_of_the_kernels(
         for is_emulated in (True, False)
     ]
     for layer in layers:
-        WorkingWeights(layer, torch.bfloat16).update()
+        copy_weights(layer, torch.bfloat16).update()
     emulated, own = (layer.scaled.working for layer in layers if layer.scaled is not None)
     assert_equal_bits(read_bytes(own), read_bytes(emulated))
     assert own is not None
@@ -129,7 +129,7 @@ def test_codes_are_counted_where_they_are_written() -> None:
     assert layer.scaled is not None
     totals = layer.scaled.totals = RoundingTotals(["tensorwise"])
     totals.is_counting = True
-    WorkingWeights(layer, torch.bfloat16).update()
+    copy_weights(layer, torch.bfloat16).update()
     assert totals.pop_table(layer.weight.device)[0, 3] == 2 * layer.weight.numel()
 
 
@@ -150,7 +150,7 @@ def test_codes_are_written_before_their_block() -> None:
         events.append("codes")
         fill_operands(*arguments)
 
-    decoder.working_weights = WorkingWeights(decoder, torch.bfloat16, fill)
+    decoder.working_weights = copy_weights(decoder, torch.bfloat16, fill)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     decoder(tokens)
     codes_of_block = ["codes"] * (len(layers) // 2)
@@ -167,8 +167,8 @@ def test_codes_are_written_before_their_block() -> None:
 def test_compiled_code_writes_the_same_codes(name: str) -> None:
     plain, compiled = (build_layer(name, is_emulated=False) for _ in range(2))
     fill = compile_function(fill_operands, max_graphs=8, options=list_compiler_options(name))
-    WorkingWeights(plain, torch.bfloat16).update()
-    WorkingWeights(compiled, torch.bfloat16, fill).update()
+    copy_weights(plain, torch.bfloat16).update()
+    copy_weights(compiled, torch.bfloat16, fill).update()
     assert plain.scaled is not None
     assert compiled.scaled is not None
     assert_equal_bits(read_bytes(compiled.scaled.working), read_bytes(plain.scaled.working))

@@ -24,7 +24,7 @@ from shardwright.model.products.kernel_support import KernelDevice, explain_miss
 from shardwright.model.products.linear import Linear
 from shardwright.model.products.operand import PRODUCT_SCALINGS
 from shardwright.model.products.scaled_product import RoundingTotals, ScaledProducts
-from shardwright.model.products.working_weights import WorkingWeights
+from shardwright.model.products.working_weights import copy_weights
 from shardwright.planner.candidate import Candidate, LowRankAdapter
 from shardwright.planner.explanation import explain_gathers
 from shardwright.planner.low_precision import (
@@ -184,7 +184,7 @@ def test_working_operands_are_quantised_once_per_step() -> None:
     for name, layer in zip(totals.names, layers, strict=True):
         layer.scaled = ScaledProducts(PRODUCT_SCALINGS["tensorwise"], name, totals=totals)
     totals.is_counting = True
-    WorkingWeights(decoder, torch.bfloat16).update()
+    copy_weights(decoder, torch.bfloat16).update()
     written = float(totals.pop_table(torch.device("cpu"))[:, 3].sum())
     facts = get_model_facts(shape)
     candidate = make_candidate(WIDE, recipe="tensorwise")

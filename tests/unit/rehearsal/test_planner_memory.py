@@ -140,7 +140,23 @@ FROZEN_ON_DISK = {
     "offload": {"parameters": "disk", "optimizer": "host"},
 }
 TRAINED_ON_DISK = {"offload": {"parameters": "disk", "optimizer": "disk", "buffer_bytes": 2**20}}
-WEIGHT_SECTIONS = (FROZEN_ON_HOST, FROZEN_ON_DISK, TRAINED_ON_DISK)
+WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
+WORKING_ON_DISK = TRAINED_ON_DISK | WORKING
+WORKING_ON_HOST = WORKING | {
+    "offload": {
+        "parameters": "host",
+        "optimizer": "host",
+        "update_on": "host",
+        "buffer_bytes": 2**20,
+    }
+}
+WEIGHT_SECTIONS = (
+    FROZEN_ON_HOST,
+    FROZEN_ON_DISK,
+    TRAINED_ON_DISK,
+    WORKING_ON_DISK,
+    WORKING_ON_HOST,
+)
 FUSED = {"model": {"fused_pointwise": "compiled"}}
 WHOLE_LOGITS = {
     "model": {
@@ -172,7 +188,6 @@ MUON = {"optimizer": {"name": "muon"}}
 ADAFACTOR = {"optimizer": {"name": "adafactor"}}
 SMALL_BLOCKS = {"optimizer": {"name": "adamw_8bit", "block_size": 32}}
 MUON_OFFLOAD = MUON | {"offload": {"optimizer": "disk", "buffer_bytes": 2**20}}
-WORKING = {"precision": {"kind": "bf16", "working_weights": True}}
 NOTHING: LayerResults = frozenset()
 MIDDLE: LayerResults = frozenset(["attention", "projections"])
 PRODUCTS: LayerResults = frozenset(["attention", "projections", "attention_out", "gate_up"])
@@ -331,6 +346,8 @@ CASES = [
         sections=TRAINED_ON_DISK,
     ),
     Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
+    Case("llama", Layout(dp_shard=4, zero_stage=3), 2, "full", sections=WORKING_ON_HOST),
+    Case("llama", Layout(dp_shard=2, zero_stage=1), sections=WORKING_ON_DISK),
     Case("llama", Layout(), sections=EMBEDDING, tolerance=0.005),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=HEAD, tolerance=0.005),
     Case("llama", Layout(dp_replicate=2), recompute="full", sections=LOWER_HALF, tolerance=0.005),
@@ -705,6 +722,28 @@ LONG_CASES = [
     Case("llama", Layout(pp=2, dp_shard=2, zero_stage=3), steps=4, sections=TRAINED_ON_DISK),
     Case("llama", Layout(pp=2, schedule="zb_h1"), steps=4, sections=TRAINED_ON_DISK),
     Case("gpt2", Layout(dp_shard=2, zero_stage=3), kind="fp32", sections=TRAINED_ON_DISK),
+    *(
+        Case(model, layout, steps, recompute, sections=sections)
+        for sections in (WORKING_ON_HOST, WORKING_ON_DISK)
+        for model, layout, steps, recomputes in (
+            # With full recomputation these two are up to 9% too high, without offloading too.
+            ("llama", Layout(dp_shard=2, zero_stage=1), 2, ("none", "selective")),
+            ("llama", Layout(pp=2, dp_shard=2, zero_stage=1), 4, ("none", "selective")),
+            ("llama", Layout(dp_shard=2, zero_stage=1), 1, get_args(RecomputeKind)),
+            ("llama", Layout(dp_shard=2, zero_stage=2), 2, get_args(RecomputeKind)),
+            ("llama", Layout(dp_shard=2, zero_stage=3), 1, get_args(RecomputeKind)),
+            ("llama", Layout(dp_shard=2, zero_stage=3), 2, get_args(RecomputeKind)),
+            ("llama", Layout(tp=2, dp_shard=2, zero_stage=3), 1, get_args(RecomputeKind)),
+            (
+                "llama",
+                Layout(dp_replicate=2, dp_shard=2, zero_stage=3),
+                2,
+                get_args(RecomputeKind),
+            ),
+        )
+        for recompute in recomputes
+    ),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), 1, "full", sections=TRAINED_ON_DISK),
     Case("llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
     Case(
         "llama", Layout(dp_replicate=2, dp_shard=2, zero_stage=3), steps=2, sections=TRAINED_ON_DISK
@@ -752,13 +791,9 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
         case.layout,
         BatchPlan(TOKENS, ROWS, case.steps, case.layout.data_ranks),
         recipe.precision,
-    )
-    plan = replace(
-        plan,
-        recompute=case.recompute,
-        recompute_choice=case.build_choice(),
         offloads_trained_weights=recipe.has_offloaded_trained_weights,
     )
+    plan = replace(plan, recompute=case.recompute, recompute_choice=case.build_choice())
     if case.sections in (FUSED, WHOLE_LOGITS):
         plan = replace(plan, pointwise=PointwiseChoice("compiled", "test"))
     report = rehearse_rank(recipe, plan, case.rank)
@@ -780,14 +815,18 @@ def test_the_planner_predicts_the_memory_of_the_step(case: Case) -> None:
     predicted = predict_memory(facts, candidate, load, NO_OVERHEAD)
     assert predicted.offloaded == pytest.approx(report.total_offloaded_bytes, rel=0.03)
     assert predicted.weights == pytest.approx(report.weights_bytes, rel=0.03)
-    assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03)
+    # An update on the host leaves the device step counts, 4 bytes of each parameter.
+    step_bytes = 1024 if candidate.is_updated_on_host else 1e-12
+    assert predicted.optimizer == pytest.approx(report.optimizer_bytes, rel=0.03, abs=step_bytes)
     persistent = compute_persistent_memory(facts, candidate, load)
     # Of the last block, and in a pipeline of the one that follows the last backward pass. FSDP2
     # reduces, and W computes, no gradients that follow.
     has_returned = case.layout.pp > 1 and not (
         candidate.has_offloaded_shards or candidate.is_deferring
     )
-    leaving_bytes = persistent.moved.compute_gradient_bytes(1 + has_returned)
+    # An update on the host begins when all have left.
+    num_leaving = 0 if candidate.is_updated_on_host else 1 + has_returned
+    leaving_bytes = persistent.moved.compute_gradient_bytes(num_leaving)
     assert persistent.updated_gradients + leaving_bytes == pytest.approx(
         report.gradients_bytes, rel=0.03
     )

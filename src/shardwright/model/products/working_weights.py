@@ -12,11 +12,14 @@ optimizers, so an update calls `mark_changed`. An update that writes the copy to
 
 A weight that multiplies quantised operands has its codes instead (`working_operands`), which are
 written just before the forward pass of its block.
+
+Of offloaded weights that ZeRO shards, a rank's working weights are copies of its shards, from which
+FSDP2 gathers (`parallel.sharded_weights`). No module reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +71,8 @@ class _Slot(NamedTuple):
 class _Copy:
     """Tensors that products read in place of one parameter, and whether they are current."""
 
-    def __init__(self, master: nn.Parameter) -> None:
+    def __init__(self, master: Tensor) -> None:
+        """`master` has the parameter's values."""
         self.master = master
         self._version: int | None = None
 
@@ -87,9 +91,9 @@ class _Copy:
 
 
 class WorkingWeight(_Copy):
-    """The working weight of one parameter."""
+    """The working weight of one parameter, or of this rank's shard of it."""
 
-    def __init__(self, master: nn.Parameter, tensor: Tensor) -> None:
+    def __init__(self, master: Tensor, tensor: Tensor) -> None:
         super().__init__(master)
         self.tensor = tensor
 
@@ -124,50 +128,22 @@ class _QuantisedWeight(_Copy):
 
 
 class WorkingWeights:
-    """The working weights of a model's modules."""
+    """The working weights of a model's modules, or of its shards."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, fill: OperandWriter | None = None
+        self,
+        copies: Mapping[Tensor, WorkingWeight | _QuantisedWeight],
+        fill: OperandWriter = fill_operands,
     ) -> None:
-        """Allocate copies in `dtype` of all parameters that declare one and have another dtype.
-
-        A module declares one by a buffer that is None. The parameters must be on their device;
-        packed ones have no copy. A weight that multiplies quantised operands has its codes instead.
-
-        Args:
-            fill: compiled form of `fill_operands`, which writes codes; default: itself.
         """
-        slots = [
-            _Slot(module, name.removeprefix(PREFIX))
-            for module in model.modules()
-            for name in module._buffers
-            if name.startswith(PREFIX)
-        ]
-        self._fill = fill or fill_operands
-        self._copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {}
+        Args:
+            copies: by parameter.
+            fill: writes codes.
+        """
+        self._fill = fill
+        self._copies = dict(copies)
         self._copies_of_block: dict[nn.Module, list[WorkingWeight | _QuantisedWeight]] = {}
         self._offloaded: set[Tensor] = set()
-        for module, name in slots:
-            parameter = module.get_parameter(name)
-            if not parameter.is_floating_point() or parameter.dtype == dtype:
-                continue
-            assert parameter not in self._copies, f"{name} has two working weights"
-            products: ScaledProducts | None = getattr(module, "scaled", None)
-            if products is None or name != "weight":
-                copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                setattr(module, PREFIX + name, copy)
-                self._copies[parameter] = WorkingWeight(parameter, copy)
-                continue
-            weight = _QuantisedWeight(parameter, products, is_transposed=bool(module.is_transposed))
-            products.working = allocate_operands(
-                weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
-            )
-            self._copies[parameter] = weight
-            if fill is not None:
-                for tensor in weight.tensors:
-                    # Sizes of scales are the recipe's. A second recipe in one process would make
-                    # them symbols, with which torch 2.11 fails to trace the products.
-                    torch._dynamo.mark_static(tensor)
 
     @property
     def copies(self) -> list[Tensor]:
@@ -237,6 +213,48 @@ class WorkingWeights:
         self, parameters: Iterable[Tensor]
     ) -> list[WorkingWeight | _QuantisedWeight]:
         return self._select(each for each in parameters if each not in self._offloaded)
+
+
+def copy_weights(
+    model: nn.Module, dtype: torch.dtype, fill: OperandWriter | None = None
+) -> WorkingWeights:
+    """Allocate copies in `dtype` of all parameters that declare one and have another dtype.
+
+    A module declares one by a buffer that is None. The parameters must be on their device; packed
+    ones have no copy. A weight that multiplies quantised operands has its codes instead.
+
+    Args:
+        fill: compiled form of `fill_operands`, which writes codes; default: itself.
+    """
+    slots = [
+        _Slot(module, name.removeprefix(PREFIX))
+        for module in model.modules()
+        for name in module._buffers
+        if name.startswith(PREFIX)
+    ]
+    copies: dict[Tensor, WorkingWeight | _QuantisedWeight] = {}
+    for module, name in slots:
+        parameter = module.get_parameter(name)
+        if not parameter.is_floating_point() or parameter.dtype == dtype:
+            continue
+        assert parameter not in copies, f"{name} has two working weights"
+        products: ScaledProducts | None = getattr(module, "scaled", None)
+        if products is None or name != "weight":
+            copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            setattr(module, PREFIX + name, copy)
+            copies[parameter] = WorkingWeight(parameter, copy)
+            continue
+        weight = _QuantisedWeight(parameter, products, is_transposed=bool(module.is_transposed))
+        products.working = allocate_operands(
+            weight.matrix, products.scaling, dtype, is_emulated=products.is_emulated
+        )
+        copies[parameter] = weight
+        if fill is not None:
+            for tensor in weight.tensors:
+                # Sizes of scales are the recipe's. A second recipe in one process would make
+                # them symbols, with which torch 2.11 fails to trace the products.
+                torch._dynamo.mark_static(tensor)
+    return WorkingWeights(copies, fill or fill_operands)
 
 
 def _cast(copies: Iterable[WorkingWeight | _QuantisedWeight]) -> None:

@@ -23,12 +23,11 @@ from shardwright.planner.memory.feed_forward_activations import compute_feed_for
 from shardwright.planner.memory.live_activations import LiveActivations
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
-    casts_weights,
     compute_gathered_bytes,
     compute_gradient_bytes_at_loss,
-    compute_saved_cast_bytes,
 )
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.memory.weight_copies import casts_weights, compute_saved_cast_bytes
 from shardwright.planner.model_costs import LayerKind, ModelFacts, get_layer_recompute
 from shardwright.planner.prediction import MemoryParts
 

@@ -32,17 +32,19 @@ from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_gathered_bytes,
     compute_gradient_bytes_at_loss,
-    compute_offloaded_cast_bytes,
     compute_pending_gradient_bytes,
     compute_pending_reduction_bytes,
     compute_persistent_memory,
     compute_reduction_bytes,
-    compute_working_bytes,
     has_earlier_gradients,
-    has_saved_casts,
 )
 from shardwright.planner.memory.pipeline_peaks import list_pass_peaks
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.memory.weight_copies import (
+    compute_offloaded_cast_bytes,
+    compute_working_bytes,
+    has_saved_casts,
+)
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
@@ -257,7 +259,9 @@ def _compute_loss_peak(
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
         reduced = num_reduced * live.largest_layer_bytes
         other_layers = saved - reduced
-        in_reduced = beside_leaving if has_shards and is_returning else in_backward
+        # While a group is reduced, the one before it leaves; whole gradients or sums stay.
+        is_leaving = has_shards and (is_returning or not is_accumulated)
+        in_reduced = beside_leaving if is_leaving else in_backward
         moments.append(_Moment(other_layers, remaining, in_reduced, workspaces=reduction))
         # During the next group's backward pass, which under recomputation allocates more than
         # the last one has freed.

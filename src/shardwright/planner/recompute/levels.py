@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardwright.layout.saved_results import LayerResults, SavedResults
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import compute_result_bytes, get_layer_activations
-from shardwright.planner.memory.parameter_memory import has_saved_casts
+from shardwright.planner.memory.weight_copies import has_saved_casts
 from shardwright.planner.model_costs import ModelFacts, get_model_facts
 from shardwright.planner.predictor import Predictor
 from shardwright.planner.time.communication import build_groups

@@ -11,7 +11,7 @@ from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.memory.attention_activations import choose_planned_kernel
 from shardwright.planner.memory.moved_weights import compute_moved_weights, get_moved_bytes
-from shardwright.planner.memory.parameter_memory import has_saved_casts
+from shardwright.planner.memory.weight_copies import has_saved_casts
 from shardwright.planner.model_costs import LayerKind, ModelFacts, ParameterElements
 from shardwright.planner.offload_costs import LayerTransfers, compute_transfer_waits
 from shardwright.planner.rates.device_rates import DeviceRates

@@ -14,8 +14,8 @@ from math import log2
 
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.moved_weights import compute_moved_weights
-from shardwright.planner.memory.parameter_memory import compute_working_bytes
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.memory.weight_copies import compute_working_bytes
 from shardwright.planner.model_costs import ModelFacts
 from shardwright.planner.offload_costs import (
     compute_exposed_update_seconds,
