@@ -14,8 +14,15 @@ def mix_bits(x: Tensor) -> Tensor:
     Source: Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector). int32 products wrap
     around. `>>` extends the sign; the masks remove it. Memory: two tensors in addition to `x`.
     """
-    x = _multiply_in_place((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x), 0x7FEB352D)
-    x = _multiply_in_place(x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)), to_int32(0x846CA68B))
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
+    return _finish_mix(x)
+
+
+def _finish_mix(x: Tensor) -> Tensor:
+    """Compute all of `mix_bits` but its first step, in place. Memory: one temporary tensor."""
+    x = _multiply_in_place(x, 0x7FEB352D)
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))
+    x = _multiply_in_place(x, to_int32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
@@ -30,7 +37,9 @@ def _multiply_in_place(x: Tensor, factor: int) -> Tensor:
 
 def combine_bits(keys: Tensor, numbers: Tensor) -> Tensor:
     """Hash pairs of a key and a number; numbers are hashed first, so that neighbours differ."""
-    return mix_bits(keys ^ mix_bits(numbers))
+    # Not `mix_bits(x)`: callers hold their arguments while torch.compile observes frames.
+    x = keys ^ mix_bits(numbers)
+    return _finish_mix(x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)))
 
 
 def mix_number(number: int) -> int:

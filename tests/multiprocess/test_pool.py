@@ -98,7 +98,7 @@ def test_a_blocked_rank_is_named() -> None:
 
 
 STOPPED_SCRIPT = """
-import os, time
+import os, signal, time
 from shardwright.cli.main import main
 from shardwright.verification.rank_pool import RankPool
 from shardwright.worker_processes import interrupt_on_termination
@@ -113,6 +113,8 @@ def verify():
         pool.run(2, answer, SECONDS)
 
 if __name__ == "__main__":
+    # A test run in the background of a shell inherits that it ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import shardwright.cli.schema
     shardwright.cli.schema.schema_command = verify
     main(["schema"])

@@ -446,7 +446,8 @@ def test_skipped_records_are_logged_once(recipe_folder: Path, tmp_path: Path) ->
     assert done.stderr.count("skipped 1 of 401 records of data.sources") == 1
     assert done.stderr.count("skipped files of unsupported formats") == 1
     # Under torchrun no process prepares the data before the ranks.
-    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "shardwright", "train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "shardwright", "train"]
     run = ["--run-dir", str(tmp_path / "launched")]
     launched = subprocess.run(
         [*command, str(recipe_folder / "recipe.yaml"), *run, *changes],

@@ -62,7 +62,10 @@ def predict_memory(
     known."""
     persistent = persistent or compute_persistent_memory(facts, candidate, load)
     live = compute_live_activations(facts, candidate, load)
-    list_peaks = list_pass_peaks if load.passes and not live.is_offloaded else _list_step_peaks
+    # With offloaded trained weights passes are followed only where stages differ: how many blocks'
+    # weights and gradients are on the device depends on the moment.
+    is_moving = live.is_offloaded or (candidate.offloads_trained_weights and not facts.frozen_names)
+    list_peaks = list_pass_peaks if load.passes and not is_moving else _list_step_peaks
     moments = (
         *list_peaks(facts, candidate, load, persistent, live),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
