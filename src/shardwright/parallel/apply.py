@@ -24,7 +24,7 @@ computed from the layout alone and then checked against the sharded tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,17 +33,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwright.architecture import HFShape
-from shardwright.layout import (
-    Layout,
-    ParameterLayout,
-    PipelineStage,
-    RankGrid,
-    compute_local_boxes,
-    compute_local_shape,
-)
+from shardwright.layout import Layout, PipelineStage, RankGrid, compute_local_boxes
 from shardwright.model.block_weights import (
+    BlockWeight,
     BlockWeightSources,
+    ShardGroup,
     SliceReader,
     detach_weights,
     list_block_matrices,
@@ -56,8 +50,7 @@ from shardwright.model.products.product import WeightGradientStore
 from shardwright.model.products.scaled_matmul import let_compiler_trace_kernels
 from shardwright.model.products.split_backward import SplitBackward
 from shardwright.model.products.working_operands import fill_operands
-from shardwright.model.products.working_weights import WorkingWeights, copy_weights
-from shardwright.numerics import get_local_tensor
+from shardwright.model.products.working_weights import copy_weights
 from shardwright.numerics.function_compiler import compile_function, request_exact_rounding
 from shardwright.numerics.precision import PrecisionDtypes, resolve_dtypes
 from shardwright.parallel.code_gathers import gather_codes
@@ -66,7 +59,7 @@ from shardwright.parallel.ddp import apply_ddp
 from shardwright.parallel.experts.expert_parallel import build_token_dispatcher
 from shardwright.parallel.experts.token_exchange import build_token_exchange
 from shardwright.parallel.fsdp import EarlyGathers, apply_fsdp, apply_fsdp_root
-from shardwright.parallel.gradient_reduction import list_pending_reductions, narrow_to_box
+from shardwright.parallel.gradient_reduction import PendingReduction, list_pending_reductions
 from shardwright.parallel.low_precision import install_low_precision
 from shardwright.parallel.mesh import Mesh
 from shardwright.parallel.offloaded_weights import (
@@ -77,6 +70,7 @@ from shardwright.parallel.offloaded_weights import (
     find_shard_groups,
 )
 from shardwright.parallel.parallel_model import ParallelModel
+from shardwright.parallel.parameters import fill_parameters, narrow_parameters, set_dtypes
 from shardwright.parallel.pipeline_parallel import Pipeline, StageRoot, find_parameter_stages
 from shardwright.parallel.recompute import install_recompute
 from shardwright.parallel.sharded_weights import UnitReduction, copy_shards, store_shards
@@ -87,8 +81,6 @@ from shardwright.schedule import has_split_backward
 
 logger = logging.getLogger(__name__)
 
-ParameterReader = SliceReader
-
 
 def apply_layout(
     decoder: Decoder,
@@ -96,7 +88,7 @@ def apply_layout(
     mesh: Mesh | None,
     device: torch.device,
     *,
-    read_slice: ParameterReader,
+    read_slice: SliceReader,
     compile_blocks: bool = False,
     storage: AbstractContextManager[Any] | None = None,
     offload: BlockWeightStore | None = None,
@@ -116,138 +108,245 @@ def apply_layout(
     Raises:
         LayoutError: the mesh has another number of ranks than the plan.
     """
-    layout = plan.layout
-    stages = plan.placement.stages
-    layouts = plan.placement.parameters
     assert decoder.shape == plan.placement.shape, "the plan is another model's"
-    precision = resolve_dtypes(plan.precision)
-    _set_dtypes(decoder, precision)
+    layout = plan.layout
     trainable = frozenset(
         name for name, parameter in decoder.named_parameters() if parameter.requires_grad
     )
-    coordinates = RankGrid(layout).coordinates(0 if mesh is None else mesh.rank)
-    sharded = layout.is_sharded
-    if stages is not None:
-        decoder.select_stages([stage for stage in stages if stage.rank == coordinates["pp"]])
-    _shard_parameters(decoder, layouts, layout, coordinates)
-    decoder.install_parallel_hooks(
-        ParallelHooks(
-            context=build_context_parallel(plan.placement, mesh),
-            expert=build_token_dispatcher(decoder.shape, layout, mesh),
-            token_exchange=build_token_exchange(plan, mesh),
-            tensor=build_tensor_parallel(layout, mesh),
-        )
-    )
-    install_low_precision(decoder, plan, mesh, device)
-    install_recompute(decoder, plan)
-    if plan.pointwise.kind == "compiled":
-        decoder.fuse_functions(COMPILED_FUNCTIONS)
     gradient_store = WeightGradientStore()
+    rank = _Rank(decoder, plan, mesh, device, read_slice, storage or nullcontext(), offload)
+    rank.build_blocks()
     if compile_blocks:
         _compile_blocks(decoder, plan, gradient_store)
-    offloaded = {} if offload is None else list_block_matrices(decoder.shape)
-    shard_offload = offload if isinstance(offload, TrainedShardStore) else None
-    detached = {} if shard_offload is not None else offloaded
-    weights = detach_weights(decoder, detached)
-    groups = find_shard_groups(weights, layouts, mesh)
-    layouts = {
-        name: drop_zero_shards(parameter, layout) if name in detached else parameter
-        for name, parameter in layouts.items()
-    }
-    fsdp_modules: list[FSDPModule] = []
-    if sharded:
-        assert mesh is not None
-        fsdp_modules = apply_fsdp(
-            decoder,
-            layout,
-            mesh,
-            precision,
-            stages,
-            detached,
-            reshards_blocks=shard_offload is not None,
-        )
-    elif layout.zero_stage >= 1:
-        logger.info(
-            "zero_stage %d on one rank shards nothing: the model is replicated", layout.zero_stage
-        )
-    with storage or nullcontext():
-        if shard_offload is None:
-            decoder.to_empty(device=device)
-        else:
-            store_shards(
-                decoder,
-                fsdp_modules,
-                shard_offload,
-                offloaded,
-                layouts=layouts,
-                layout=layout,
-                coordinates=coordinates,
-                device=device,
-                read_slice=read_slice,
-            )
-        resident = {name: part for name, part in layouts.items() if name not in offloaded}
-        _fill_parameters(decoder, resident, layout, coordinates, read_slice)
-    gathered_codes = gather_codes(decoder, plan, fsdp_modules, offloaded)
-    if offload is not None and shard_offload is None:
-        boxes = {
-            weight.spec.name: compute_local_boxes(layouts[weight.spec.name], layout, coordinates)
-            for weight in weights
-        }
-        with storage or nullcontext():  # a block's memory is on the device until it is stored
-            offload.attach(decoder, weights, BlockWeightSources(read_slice, boxes, groups))
-    trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
+    rank.detach_weights()
+    fsdp_modules = rank.shard()
+    rank.write_weights(fsdp_modules)
+    gathered_codes = gather_codes(decoder, plan, fsdp_modules, rank.offloaded)
+    rank.write_detached_weights()
     if plan.has_working_weights and trainable:
-        with storage or nullcontext():
-            decoder.working_weights = _copy(decoder, plan, compile_blocks, offload, fsdp_modules)
-    excluded_names = frozenset() if sharded else _exclude_from_ddp(layouts, trained_offload)
-    replica_group = _find_replica_group(plan, mesh, has_gradients=bool(trainable))
-    module: nn.Module = decoder
-    if replica_group is not None:
-        with storage or nullcontext():  # DDP's buckets are memory too
-            module = apply_ddp(
-                decoder,
-                replica_group,
-                bucket_size_bytes=layout.bucket_size_bytes,
-                reduce_dtype=precision.reduce,
-                device=device,
-                excluded_names=excluded_names,
-            )
-    if trainable and not sharded and replica_group is None:
-        _report_reduce_dtype(layout, precision)
-    reductions = (
-        []
-        if mesh is None
-        else list_pending_reductions(
-            layouts,
-            mesh,
-            dtype=torch.promote_types(precision.param, precision.reduce),
-            has_wrapper=sharded or replica_group is not None,
-            excluded_names=excluded_names,
-        )
-    )
+        rank.copy_weights(fsdp_modules, is_compiled=compile_blocks)
+    module, reductions = rank.replicate(has_gradients=bool(trainable))
     model = ParallelModel(
         module,
         decoder,
-        layouts,
+        rank.layouts,
         layout,
         mesh,
         device,
         fsdp_modules,
         trainable,
         reductions,
-        frozenset(offloaded),
-        trained_offload,
+        frozenset(rank.offloaded),
+        rank.trained_offload,
     )
     # Codes are counted in the step whose products read them, so their gathers begin there.
-    if fsdp_modules and layout.zero_stage < 3 and not offloaded and not gathered_codes:
+    if fsdp_modules and layout.zero_stage < 3 and not rank.offloaded and not gathered_codes:
         model.early_gathers = EarlyGathers(decoder, fsdp_modules)
-    model.weight_maxima = build_weight_maxima(decoder, layouts, mesh, precision.compute, offloaded)
-    if stages is not None:
+    model.weight_maxima = build_weight_maxima(
+        decoder, rank.layouts, mesh, resolve_dtypes(plan.precision).compute, rank.offloaded
+    )
+    if plan.placement.stages is not None:
         assert mesh is not None
         model.pipeline = _build_pipeline(
-            model, stages, mesh, plan.batch.gradient_accumulation_steps, gradient_store
+            model,
+            plan.placement.stages,
+            mesh,
+            plan.batch.gradient_accumulation_steps,
+            gradient_store,
         )
     return model
+
+
+class _Rank:
+    """A rank's decoder on which the steps work, and the weights that an offloading keeps of it.
+
+    Attributes:
+        offloaded: matrices of all blocks that an offloading keeps, by name.
+        detached: those of this rank that leave their modules before FSDP2 shards the others: all,
+            unless FSDP2 shards them and their shards are offloaded.
+        layouts: of all parameters by name. A detached one has no ZeRO shards.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: Plan,
+        mesh: Mesh | None,
+        device: torch.device,
+        read_slice: SliceReader,
+        storage: AbstractContextManager[Any],
+        offload: BlockWeightStore | None,
+    ) -> None:
+        self._decoder = decoder
+        self._plan = plan
+        self._layout = plan.layout
+        self._mesh = mesh
+        self._device = device
+        self._read_slice = read_slice
+        self._storage = storage
+        self._offload = offload
+        self._shard_offload = offload if isinstance(offload, TrainedShardStore) else None
+        self.trained_offload = offload if isinstance(offload, TrainedWeightStore) else None
+        self._precision = resolve_dtypes(plan.precision)
+        self._coordinates = RankGrid(plan.layout).coordinates(0 if mesh is None else mesh.rank)
+        self.layouts = dict(plan.placement.parameters)
+        self.offloaded = {} if offload is None else list_block_matrices(decoder.shape)
+        self.detached: list[BlockWeight] = []
+        self._shard_groups: dict[str, ShardGroup] = {}
+
+    def build_blocks(self) -> None:
+        """Reduce the decoder to this rank's stages and shapes, and install hooks (1 to 3)."""
+        decoder = self._decoder
+        plan = self._plan
+        mesh = self._mesh
+        set_dtypes(decoder, self._precision)
+        stages = plan.placement.stages
+        if stages is not None:
+            own = [stage for stage in stages if stage.rank == self._coordinates["pp"]]
+            decoder.select_stages(own)
+        narrow_parameters(decoder, self.layouts, self._layout, self._coordinates)
+        decoder.install_parallel_hooks(
+            ParallelHooks(
+                context=build_context_parallel(plan.placement, mesh),
+                expert=build_token_dispatcher(decoder.shape, self._layout, mesh),
+                token_exchange=build_token_exchange(plan, mesh),
+                tensor=build_tensor_parallel(self._layout, mesh),
+            )
+        )
+        install_low_precision(decoder, plan, mesh, self._device)
+        install_recompute(decoder, plan)
+        if plan.pointwise.kind == "compiled":
+            decoder.fuse_functions(COMPILED_FUNCTIONS)
+
+    def detach_weights(self) -> None:
+        """Take offloaded weights out of the modules, unless FSDP2 shards them."""
+        names = {} if self._shard_offload is not None else self.offloaded
+        self.detached = detach_weights(self._decoder, names)
+        self._shard_groups = find_shard_groups(self.detached, self.layouts, self._mesh)
+        for name in names:
+            self.layouts[name] = drop_zero_shards(self.layouts[name], self._layout)
+
+    def shard(self) -> list[FSDPModule]:
+        """Shard blocks and root by FSDP2 (5); none if no rank shares a parameter's elements."""
+        if not self._layout.is_sharded:
+            if self._layout.zero_stage >= 1:
+                logger.info(
+                    "zero_stage %d on one rank shards nothing: the model is replicated",
+                    self._layout.zero_stage,
+                )
+            return []
+        assert self._mesh is not None
+        return apply_fsdp(
+            self._decoder,
+            self._layout,
+            self._mesh,
+            self._precision,
+            self._plan.placement.stages,
+            {weight.spec.name for weight in self.detached},
+            reshards_blocks=self._shard_offload is not None,
+        )
+
+    def write_weights(self, fsdp_modules: Sequence[FSDPModule]) -> None:
+        """Allocate this rank's shards and write their values (6, 7); offloaded ones are stored."""
+        with self._storage:
+            if self._shard_offload is None:
+                self._decoder.to_empty(device=self._device)
+            else:
+                store_shards(
+                    self._decoder,
+                    fsdp_modules,
+                    self._shard_offload,
+                    self.offloaded,
+                    layouts=self.layouts,
+                    layout=self._layout,
+                    coordinates=self._coordinates,
+                    device=self._device,
+                    read_slice=self._read_slice,
+                )
+            resident = {
+                name: part for name, part in self.layouts.items() if name not in self.offloaded
+            }
+            fill_parameters(
+                self._decoder, resident, self._layout, self._coordinates, self._read_slice
+            )
+
+    def write_detached_weights(self) -> None:
+        """Store the detached weights (7) and make them parameters of their modules again."""
+        if self._offload is None or self._shard_offload is not None:
+            return
+        boxes = {
+            weight.spec.name: compute_local_boxes(
+                self.layouts[weight.spec.name], self._layout, self._coordinates
+            )
+            for weight in self.detached
+        }
+        sources = BlockWeightSources(self._read_slice, boxes, self._shard_groups)
+        with self._storage:  # a block's memory is on the device until it is stored
+            self._offload.attach(self._decoder, self.detached, sources)
+
+    def copy_weights(self, fsdp_modules: Sequence[FSDPModule], *, is_compiled: bool) -> None:
+        """Copy weights, or the shards that leave the device, to the compute precision (7)."""
+        decoder = self._decoder
+        dtype = self._precision.compute
+        trained = self.trained_offload
+        with self._storage:
+            if fsdp_modules:
+                decoder.working_weights = copy_shards(decoder, fsdp_modules, dtype, trained)
+                return
+            section = self._plan.precision.low_precision
+            options = {} if section is None else list_compiler_options(section.recipe)
+            # One graph for each shape of a matrix.
+            fill = (
+                compile_function(fill_operands, max_graphs=64, options=options)
+                if is_compiled
+                else None
+            )
+            decoder.working_weights = copy_weights(decoder, dtype, fill)
+            if trained is not None:
+                trained.write_copies(decoder.working_weights)
+
+    def replicate(self, *, has_gradients: bool) -> tuple[nn.Module, list[PendingReduction]]:
+        """Wrap the decoder in DDP where that reduces gradients (8).
+
+        Returns:
+            The module to call, and the reductions that no wrapper makes.
+        """
+        is_sharded = self._layout.is_sharded
+        excluded_names = frozenset() if is_sharded else self._exclude_from_ddp()
+        group = _find_replica_group(self._plan, self._mesh, has_gradients=has_gradients)
+        module: nn.Module = self._decoder
+        if group is not None:
+            with self._storage:  # DDP's buckets are memory too
+                module = apply_ddp(
+                    self._decoder,
+                    group,
+                    bucket_size_bytes=self._layout.bucket_size_bytes,
+                    reduce_dtype=self._precision.reduce,
+                    device=self._device,
+                    excluded_names=excluded_names,
+                )
+        elif has_gradients and not is_sharded:
+            _report_reduce_dtype(self._layout, self._precision)
+        if self._mesh is None:
+            return module, []
+        dtype = torch.promote_types(self._precision.param, self._precision.reduce)
+        return module, list_pending_reductions(
+            self.layouts,
+            self._mesh,
+            dtype=dtype,
+            has_wrapper=is_sharded or group is not None,
+            excluded_names=excluded_names,
+        )
+
+    def _exclude_from_ddp(self) -> frozenset[str]:
+        """Return the names of parameters whose gradients DDP must not reduce over its group.
+
+        Experts on different `ep` ranks are not copies of each other. Gradients of offloaded weights
+        leave the device before DDP's buckets are reduced.
+        """
+        experts = {name for name, part in self.layouts.items() if "ep" in part.shard_axes}
+        trained = self.trained_offload
+        return frozenset(experts if trained is None else experts | trained.names)
 
 
 def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradientStore) -> None:
@@ -266,55 +365,6 @@ def _compile_blocks(decoder: Decoder, plan: Plan, gradient_store: WeightGradient
         options["options"] = inductor_options
     let_compiler_trace_kernels()
     decoder.compile_blocks(**options)
-
-
-def _copy(
-    decoder: Decoder,
-    plan: Plan,
-    is_compiled: bool,
-    offload: BlockWeightStore | None,
-    fsdp_modules: Sequence[FSDPModule],
-) -> WorkingWeights | None:
-    """Copy weights, or the shards that leave the device, to the compute precision."""
-    trained = offload if isinstance(offload, TrainedWeightStore) else None
-    if fsdp_modules:
-        return copy_shards(decoder, fsdp_modules, resolve_dtypes(plan.precision).compute, trained)
-    section = plan.precision.low_precision
-    options = {} if section is None else list_compiler_options(section.recipe)
-    # One graph for each shape of a matrix.
-    fill = compile_function(fill_operands, max_graphs=64, options=options) if is_compiled else None
-    working_weights = copy_weights(decoder, resolve_dtypes(plan.precision).compute, fill)
-    if trained is not None:
-        trained.write_copies(working_weights)
-    return working_weights
-
-
-def _exclude_from_ddp(
-    layouts: Mapping[str, ParameterLayout], offload: TrainedWeightStore | None
-) -> frozenset[str]:
-    """Return the names of parameters whose gradients DDP must not reduce over its group.
-
-    Experts on different `ep` ranks are not copies of each other. Gradients of offloaded weights
-    leave the device before DDP's buckets are reduced.
-    """
-    experts = {name for name, parameter in layouts.items() if "ep" in parameter.shard_axes}
-    return frozenset(experts if offload is None else experts | offload.names)
-
-
-def _find_replica_group(
-    plan: Plan, mesh: Mesh | None, *, has_gradients: bool
-) -> dist.ProcessGroup | None:
-    """Return the group over which DDP reduces gradients; None if DDP does not wrap the model.
-
-    A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to wrap
-    it. DDP changes its buckets after the first step, so the sums of a resumed run's first step
-    could be rounded differently: no DDP under deterministic algorithms.
-    """
-    if mesh is None or plan.layout.is_sharded or plan.placement.stages or not has_gradients:
-        return None
-    if torch.are_deterministic_algorithms_enabled():
-        return None
-    return mesh.group("dp_replicate", "fsdp")
 
 
 def _build_pipeline(
@@ -361,6 +411,22 @@ def _build_pipeline(
     return pipeline
 
 
+def _find_replica_group(
+    plan: Plan, mesh: Mesh | None, *, has_gradients: bool
+) -> dist.ProcessGroup | None:
+    """Return the group over which DDP reduces gradients; None if DDP does not wrap the model.
+
+    A model without gradients (a frozen reference) has nothing to reduce, and DDP refuses to wrap
+    it. DDP changes its buckets after the first step, so the sums of a resumed run's first step
+    could be rounded differently: no DDP under deterministic algorithms.
+    """
+    if mesh is None or plan.layout.is_sharded or plan.placement.stages or not has_gradients:
+        return None
+    if torch.are_deterministic_algorithms_enabled():
+        return None
+    return mesh.group("dp_replicate", "fsdp")
+
+
 def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
     """Log that the recipe's dtype of reductions is unused, if it is not the gradients' own."""
     if precision.reduce.itemsize < precision.param.itemsize:
@@ -370,74 +436,3 @@ def _report_reduce_dtype(layout: Layout, precision: PrecisionDtypes) -> None:
             layout,
             str(precision.param).removeprefix("torch."),
         )
-
-
-def _cast_frozen(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Cast frozen matrices of layers with adapters to the compute dtype, in which products read
-    them.
-
-    Nothing is ever added to them, so they need no fp32 copy. Parameters that are computed in
-    fp32 stay so: norms, biases, routers.
-    """
-    if decoder.shape.adapters is None or isinstance(decoder.shape, HFShape):
-        return
-    specs = {spec.name: spec for spec in decoder.shape.list_parameters()}
-    for name, parameter in decoder.named_parameters():
-        spec = specs[name]
-        if spec.is_product_matrix and spec.packed_matrix is None:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _set_dtypes(decoder: Decoder, precision: PrecisionDtypes) -> None:
-    """Store parameters in the precision of master weights, or in what they need.
-
-    Untrained biases of routers are in fp32 at least: their steps are too small for 16 bits.
-    """
-    decoder.to(precision.param)
-    _cast_frozen(decoder, precision.compute)
-    if precision.param != torch.bfloat16:
-        return
-    trained = {spec.name: spec.is_trained for spec in decoder.shape.list_parameters()}
-    for name, parameter in decoder.named_parameters():
-        if not trained[name]:
-            parameter.data = parameter.data.to(torch.float32)
-
-
-def _shard_parameters(
-    decoder: Decoder,
-    layouts: dict[str, ParameterLayout],
-    layout: Layout,
-    coordinates: dict[str, int],
-) -> None:
-    """Replace parameters that tp or ep shards with ones of this rank's shape, without memory."""
-    names = {parameter: name for name, parameter in decoder.named_parameters()}
-    for module in decoder.modules():
-        for attribute, parameter in list(module.named_parameters(recurse=False)):
-            parameter_layout = layouts[names[parameter]]
-            shape = compute_local_shape(parameter_layout, layout, coordinates, with_zero=False)
-            if shape != tuple(parameter.shape):
-                local = parameter.new_empty(shape)
-                setattr(module, attribute, nn.Parameter(local, parameter.requires_grad))
-
-
-@torch.no_grad()
-def _fill_parameters(
-    decoder: Decoder,
-    layouts: dict[str, ParameterLayout],
-    layout: Layout,
-    coordinates: dict[str, int],
-    read_slice: ParameterReader,
-) -> None:
-    """Fill the parameters that `layouts` names."""
-    for name, parameter in decoder.named_parameters():
-        if name not in layouts:
-            continue
-        local = get_local_tensor(parameter)
-        parameter_layout = layouts[name]
-        # Our own invariant: sharding and FSDP2 left exactly the shape that the descriptor
-        # states.
-        assert tuple(local.shape) == compute_local_shape(parameter_layout, layout, coordinates), (
-            f"{name}: has local shape {tuple(local.shape)}, expected {parameter_layout}"
-        )
-        for box in compute_local_boxes(parameter_layout, layout, coordinates):
-            narrow_to_box(local, box.local_bounds).copy_(read_slice(name, box.global_bounds))

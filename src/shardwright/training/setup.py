@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe
 from shardwright.config.offload import OffloadSection
+from shardwright.model.block_weights import SliceReader
 from shardwright.model.decoder import Decoder
 from shardwright.model.head import LossFunction
 from shardwright.model.hf.hf_decoder import build_decoder
@@ -46,7 +47,7 @@ from shardwright.offload import (
     describe_weight_offload,
 )
 from shardwright.optim import build_optimizer, compute_learning_rate
-from shardwright.parallel.apply import ParameterReader, apply_layout
+from shardwright.parallel.apply import apply_layout
 from shardwright.parallel.mesh import build_mesh
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.recompute import install_recompute
@@ -191,7 +192,7 @@ def _describe_offloaded_weights(
     return describe_weight_offload(offload, recipe.offload)
 
 
-def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> ParameterReader:
+def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> SliceReader:
     """Build the reader of weight slices, from a folder or computed from name and seed."""
     recipe = validated_run.recipe
     shape = validated_run.shape
