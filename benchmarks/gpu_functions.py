@@ -371,7 +371,7 @@ def build_tiles(sizes: Sizes, device: torch.device, compiler: FunctionCompiler) 
     tile = TileInputs(*operands, visibility, scores)
     kernel: AttentionKernel = CudaFlashKernel() if device.type == "cuda" else CpuFlashKernel()
     if compiler.obstacle != "model.compile_functions is false":
-        kernel = choose_kernel(operands[0], operands[2], scores, has_mask=False, is_explicit=False)
+        kernel = choose_kernel(tile, is_explicit=False)
 
     def run() -> dict[str, Tensor]:
         part = kernel.forward(tile)

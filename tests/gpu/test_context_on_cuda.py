@@ -177,7 +177,8 @@ def test_cuda_kernels_return_the_shapes_of_explicit_products(
 def test_the_fastest_exact_kernel_is_chosen(device: torch.device) -> None:
     def kernel(dtype: torch.dtype, width: int, *, masked: bool) -> Any:
         q = torch.empty(1, 2, 4, width, dtype=dtype, device=device)
-        return type(choose_kernel(q, q, SCORES, has_mask=masked, is_explicit=False))
+        visibility = make_visibility(device, "masked" if masked else "causal", 4, 4)
+        return type(choose_kernel(TileInputs(q, q, q, visibility, SCORES), is_explicit=False))
 
     is_cuda = device.type == "cuda"
     # cuDNN's, where PyTorch prefers it, once a comparison has found it equal to flash attention.

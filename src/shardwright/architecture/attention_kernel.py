@@ -13,6 +13,10 @@ from shardwright.errors import RecipeError
 
 AttentionKernelName = Literal["sdpa", "varlen", "flex", "explicit"]
 
+MAX_SCORE_BYTES = 128 * 2**20
+"""Largest tensor of scores that eager attention over parts of the keys computes at once. Queries
+whose scores are more are divided into blocks."""
+
 
 @dataclass(frozen=True)
 class AttentionRequirements:

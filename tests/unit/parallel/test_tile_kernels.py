@@ -243,6 +243,7 @@ def test_a_kernel_that_fails_is_not_chosen(
 
 def test_masked_tiles_and_single_precision_are_not_cudnns() -> None:
     q = draw(1, 4, 6, 16, dtype=torch.bfloat16)
-    kernel = choose_kernel(q, q, SCORES, has_mask=False, is_explicit=False)
+    tile = TileInputs(q, q, q, make_visibility(True, 6, 6), SCORES)
+    kernel = choose_kernel(tile, is_explicit=False)
     assert not isinstance(kernel, CudnnKernel)  # on a CPU
     assert CALLS == []

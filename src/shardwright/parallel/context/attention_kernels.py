@@ -82,7 +82,13 @@ class AttentionGradients(NamedTuple):
 
 
 class AttentionKernel(Protocol):
-    """One implementation of attention over a tile, forward and backward."""
+    """One implementation of attention over a tile, forward and backward.
+
+    `name` is its name in logs.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def forward(self, tile: TileInputs) -> PartialAttention:
         """Compute attention over the tile's keys alone."""
@@ -143,6 +149,8 @@ class CpuFlashKernel:
     Its log-sum-exp has the dtype of the inputs.
     """
 
+    name = "flash attention"
+
     def forward(self, tile: TileInputs) -> PartialAttention:
         mask = _build_additive_mask(tile.visibility.visible_BLS, tile.q_BHLE)
         part = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -181,6 +189,8 @@ class CudaFlashKernel:
 
     It supports fewer key/value heads than query heads.
     """
+
+    name = "flash attention"
 
     def forward(self, tile: TileInputs) -> PartialAttention:
         assert tile.visibility.visible_BLS is None
@@ -234,6 +244,8 @@ class CudaEfficientKernel:
 
     It requires a key/value head for every query head.
     """
+
+    name = "memory-efficient attention"
 
     def forward(self, tile: TileInputs) -> PartialAttention:
         k_BHSE = self._expand_heads(tile.k_BKSE, tile.q_BHLE)

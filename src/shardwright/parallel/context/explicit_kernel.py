@@ -5,24 +5,58 @@ Legend: B sequences, H query heads, K key/value heads, L queries, S keys, E head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from shardwright.architecture.attention_kernel import MAX_SCORE_BYTES
 from shardwright.model.dropout import Dropout
 from shardwright.parallel.context.attention_kernels import (
     AttentionGradients,
     PartialAttention,
     TileInputs,
+    TileVisibility,
 )
 
 
 class ExplicitKernel:
     """Eager attention on any device and in any precision.
 
-    It supports soft caps, dropout by token and any mask, and stores all scores of the tile.
+    It supports soft caps, dropout by token and any mask. Forward and backward pass hold the scores
+    of one block of queries at a time, in up to six tensors.
     """
 
+    name = "eager attention"
+
     def forward(self, tile: TileInputs) -> PartialAttention:
+        blocks = [self._attend(block) for _, block in _divide_queries(tile)]
+        if len(blocks) == 1:
+            return blocks[0]
+        return PartialAttention(*(torch.cat(parts, dim=2) for parts in zip(*blocks, strict=True)))
+
+    def backward(
+        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
+    ) -> AttentionGradients:
+        blocks = list(_divide_queries(tile))
+        if len(blocks) == 1:
+            return self._differentiate(d_out_BHLV, tile, row_output)
+        wide = row_output.lse_BHL.dtype
+        d_k_BKSE, d_v_BKSV = (
+            torch.zeros_like(part, dtype=wide, memory_format=torch.contiguous_format)
+            for part in (tile.k_BKSE, tile.v_BKSV)
+        )
+        d_q_blocks = []
+        for rows, block in blocks:
+            block_output = PartialAttention(*(part[:, :, rows] for part in row_output))
+            d_q, d_k, d_v = self._differentiate(d_out_BHLV[:, :, rows], block, block_output)
+            d_q_blocks.append(d_q)
+            d_k_BKSE[:, :, : d_k.shape[2]] += d_k
+            d_v_BKSV[:, :, : d_v.shape[2]] += d_v
+        return AttentionGradients(torch.cat(d_q_blocks, dim=2), d_k_BKSE, d_v_BKSV)
+
+    @staticmethod
+    def _attend(tile: TileInputs) -> PartialAttention:
         scores_BHLS, _ = _compute_scores(tile)
         lse_BHL = torch.logsumexp(scores_BHLS, dim=-1)
         # For a query that sees no key, -inf - -inf would be nan.
@@ -32,8 +66,9 @@ class ExplicitKernel:
         weights_BHLS = _apply_dropout(weights_BHLS, tile).to(tile.v_BKSV.dtype)
         return PartialAttention(_multiply_by_group(weights_BHLS, tile.v_BKSV), lse_BHL)
 
-    def backward(
-        self, d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
+    @staticmethod
+    def _differentiate(
+        d_out_BHLV: Tensor, tile: TileInputs, row_output: PartialAttention
     ) -> AttentionGradients:
         scores_BHLS, slope_BHLS = _compute_scores(tile)
         wide = scores_BHLS.dtype
@@ -52,6 +87,44 @@ class ExplicitKernel:
             _multiply_by_group(d_scores_BHLS, tile.k_BKSE),
             _sum_by_group(d_scores_BHLS, tile.q_BHLE, tile.k_BKSE.shape[1]),
             d_v_BKSV,
+        )
+
+
+def _divide_queries(tile: TileInputs) -> Iterator[tuple[slice, TileInputs]]:
+    """Yield blocks of queries with the keys that they see, and their places in the tile."""
+    num_rows, num_heads, num_queries, _ = tile.q_BHLE.shape
+    num_keys = tile.k_BKSE.shape[2]
+    wide = torch.promote_types(tile.q_BHLE.dtype, torch.float32)
+    block_queries = max(1, MAX_SCORE_BYTES // (num_rows * num_heads * num_keys * wide.itemsize))
+    if block_queries >= num_queries:
+        yield slice(0, num_queries), tile
+        return
+    visibility = tile.visibility
+    for start in range(0, num_queries, block_queries):
+        rows = slice(start, min(start + block_queries, num_queries))
+        key_end = rows.stop if visibility.is_causal else num_keys
+        visible_BLS = visibility.visible_BLS
+        if visible_BLS is not None:
+            visible_BLS = visible_BLS[:, rows]
+        elif visibility.is_causal:
+            queries_L = torch.arange(rows.start, rows.stop, device=tile.q_BHLE.device)
+            keys_S = torch.arange(key_end, device=tile.q_BHLE.device)
+            visible_BLS = (queries_L[:, None] >= keys_S)[None]
+        first = visibility.query_slice.start
+        yield (
+            rows,
+            TileInputs(
+                tile.q_BHLE[:, :, rows],
+                tile.k_BKSE[:, :, :key_end],
+                tile.v_BKSV[:, :, :key_end],
+                TileVisibility(
+                    False,
+                    visible_BLS,
+                    slice(first + rows.start, first + rows.stop),
+                    visibility.key_indices_S[:key_end],
+                ),
+                tile.scores,
+            ),
         )
 
 

@@ -214,13 +214,7 @@ def _prepare_kernel(
         row.build_visibility(tile, own_places_L, key_values.token_indices_S, settings.window),
         settings.scores,
     )
-    return inputs, choose_kernel(
-        q_BHLE,
-        key_values.v_BKSV,
-        settings.scores,
-        has_mask=inputs.visibility.visible_BLS is not None,
-        is_explicit=settings.is_explicit,
-    )
+    return inputs, choose_kernel(inputs, is_explicit=settings.is_explicit)
 
 
 class _RowBackward:

@@ -44,6 +44,8 @@ class CudnnKernel:
     Query heads may share key/value heads (grouped-query attention).
     """
 
+    name = "cuDNN's attention"
+
     def forward(self, tile: TileInputs) -> PartialAttention:
         assert tile.visibility.visible_BLS is None
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -85,50 +87,86 @@ class CudnnKernel:
         )
 
 
-def choose_kernel(
-    q_BHLE: Tensor, v_BKSV: Tensor, scores: ScoreSettings, *, has_mask: bool, is_explicit: bool
-) -> AttentionKernel:
-    """Choose the fused kernel that computes exactly this, or else eager attention."""
-    if (
-        is_explicit
-        or scores.soft_cap is not None
-        or scores.dropout is not None
-        or q_BHLE.shape[-1] != v_BKSV.shape[-1]
-    ):
-        return ExplicitKernel()
+def choose_kernel(tile: TileInputs, *, is_explicit: bool) -> AttentionKernel:
+    """Choose the fused kernel that computes exactly this, or else eager attention.
+
+    The first tile of each kind logs the choice and its reason.
+    """
+    kernel, reason = _choose(tile, is_explicit)
+    if not isinstance(tile.q_BHLE, FakeTensor):
+        _log_choice(kernel.name, reason)
+    return kernel
+
+
+def _choose(tile: TileInputs, is_explicit: bool) -> tuple[AttentionKernel, str]:
+    q_BHLE = tile.q_BHLE
+    missing = _find_missing_fused(tile)
+    if is_explicit:
+        missing = "the recipe's model.attention is explicit"
+    if missing is not None:
+        return ExplicitKernel(), missing
     if q_BHLE.device.type == "cpu":
-        return CpuFlashKernel()
-    if q_BHLE.is_cuda and q_BHLE.shape[-1] % 8 == 0 and q_BHLE.shape[-1] <= 256:
-        if q_BHLE.dtype in (torch.float16, torch.bfloat16) and not has_mask:
-            return _choose_half_precision_kernel(q_BHLE, v_BKSV, scores)
-        if q_BHLE.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            return CudaEfficientKernel()
-    return ExplicitKernel()
+        return CpuFlashKernel(), "on a CPU"
+    if tile.visibility.visible_BLS is not None:
+        return CudaEfficientKernel(), "tiles with a mask on CUDA"
+    if q_BHLE.dtype == torch.float32:
+        return CudaEfficientKernel(), "float32 on CUDA"
+    kernel = _choose_half_precision_kernel(q_BHLE, tile.k_BKSE, tile.scores)
+    return kernel, "16 bits without masks on CUDA"
+
+
+def _find_missing_fused(tile: TileInputs) -> str | None:
+    """Return why no fused kernel computes this; None if one does."""
+    q_BHLE = tile.q_BHLE
+    scores = tile.scores
+    width = q_BHLE.shape[-1]
+    value_width = tile.v_BKSV.shape[-1]
+    if scores.soft_cap is not None:
+        return "soft caps have no fused kernel over parts of the keys"
+    if scores.dropout is not None:
+        return "dropout of attention has no fused kernel"
+    if value_width != width:
+        return f"values are {value_width} wide and keys {width}"
+    if q_BHLE.device.type == "cpu":
+        return None
+    if not q_BHLE.is_cuda:
+        return f"there is no fused kernel on {q_BHLE.device.type}"
+    if width % 8 or width > 256:
+        return f"fused kernels take heads of a multiple of 8 up to 256, not {width}"
+    if q_BHLE.dtype not in (*_TOLERANCE, torch.float32):
+        return f"fused kernels have no {str(q_BHLE.dtype).removeprefix('torch.')} on CUDA"
+    return None
+
+
+@lru_cache
+def _log_choice(name: str, reason: str) -> None:
+    """Log the kernel of tiles, once per process and reason."""
+    logger.info("attention over parts of the keys: %s (%s)", name, reason)
 
 
 def _choose_half_precision_kernel(
-    q_BHLE: Tensor, v_BKSE: Tensor, scores: ScoreSettings
+    q_BHLE: Tensor, k_BKSE: Tensor, scores: ScoreSettings
 ) -> AttentionKernel:
     """Choose the kernel of tiles without a mask: cuDNN's if plain attention takes it, or flash
     attention. Tensors of a rehearsal have no kernel; both save the same."""
-    if isinstance(q_BHLE, FakeTensor) or not _takes_cudnn(q_BHLE, v_BKSE, scores):
+    if isinstance(q_BHLE, FakeTensor) or not _takes_cudnn(q_BHLE, k_BKSE, scores):
         return CudaFlashKernel()
-    is_grouped = q_BHLE.shape[1] != v_BKSE.shape[1]
+    is_grouped = q_BHLE.shape[1] != k_BKSE.shape[1]
     is_equal = agrees_with_flash(q_BHLE.device, q_BHLE.dtype, q_BHLE.shape[-1], is_grouped)
     return CudnnKernel() if is_equal else CudaFlashKernel()
 
 
-def _takes_cudnn(q_BHLE: Tensor, v_BKSE: Tensor, scores: ScoreSettings) -> bool:
+def _takes_cudnn(q_BHLE: Tensor, k_BKSE: Tensor, scores: ScoreSettings) -> bool:
     """Return True if PyTorch's scaled dot product would take cuDNN's kernel."""
     choice: int = torch._fused_sdp_choice(
         q_BHLE,
-        v_BKSE,  # keys and values of one width have one layout
-        v_BKSE,
+        k_BKSE,
+        k_BKSE,  # values have the shape of keys
         None,
         0.0,
-        q_BHLE.shape[2] == v_BKSE.shape[2],
+        q_BHLE.shape[2] == k_BKSE.shape[2],
         scale=scores.scale,
-        enable_gqa=q_BHLE.shape[1] != v_BKSE.shape[1],
+        enable_gqa=q_BHLE.shape[1] != k_BKSE.shape[1],
     )
     return choice == SDPBackend.CUDNN_ATTENTION.value
 

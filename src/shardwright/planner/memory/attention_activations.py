@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.architecture.attention_kernel import (
+    MAX_SCORE_BYTES,
     AttentionKernelName,
     AttentionRequirements,
     KernelSupport,
@@ -74,8 +75,7 @@ def compute_tile_bytes(facts: ModelFacts, candidate: Candidate, window: int | No
     """Compute the bytes that a forward pass needs to compute the tiles of rows that ranks share:
     the largest tile's scores without a fused kernel, and gathered keys and values."""
     scores = _compute_tile_scores(facts, candidate, window, is_backward=False)
-    is_latent = facts.shape.latent is not None
-    if not _gathers_keys(facts, candidate) or is_latent or not candidate.engine.has_ordered_frees:
+    if not _gathers_keys(facts, candidate) or not candidate.engine.has_ordered_frees:
         return scores
     # As they arrive by rank, and in the order of the row.
     row_pairs = candidate.layout.cp * _count_tile_elements(facts, candidate).pairs
@@ -134,33 +134,38 @@ def _count_tile_elements(facts: ModelFacts, candidate: Candidate) -> _TileElemen
         return _TileElements(queries, pairs, queries)
     heads = tokens * shape.num_heads / tp
     key_dim = shape.latent.nope_dim + shape.latent.rope_dim
-    value_dim = shape.latent.value_dim
+    value_dim = _get_latent_value_width(facts, candidate)
     return _TileElements(heads * key_dim, heads * (key_dim + value_dim), heads * value_dim)
 
 
 def _compute_tile_scores(
     facts: ModelFacts, candidate: Candidate, window: int | None, *, is_backward: bool
 ) -> float:
-    """Compute the bytes of the largest tile's scores, without a fused kernel."""
+    """Compute the bytes of the scores of a block of queries, without a fused kernel."""
     is_explicit = choose_planned_kernel(facts, candidate, window) == "explicit"
     if not is_explicit or has_saved_scores(facts, candidate, window):
         return 0.0
+    size = candidate.activation_bytes
     tokens = candidate.sequence_length / candidate.layout.cp
     method = resolve_context_method(facts, candidate)
-    # With `all_gather` the half of a rank's tokens in the last chunk see all others at once.
-    keys = {
-        "ring": tokens,
-        "all_gather": (candidate.sequence_length - tokens / 2) / 2,
-        "ulysses": float(candidate.sequence_length),
-    }[method]
-    heads = facts.shape.num_heads / candidate.layout.tp
-    size = candidate.activation_bytes
+    queries = tokens
+    keys = tokens if method == "ring" else float(candidate.sequence_length)
+    if method == "all_gather":  # the rank's tokens in the last chunk see all others at once
+        queries = tokens / 2
+        keys -= queries
+    row_scores = candidate.micro_batch_size * facts.shape.num_heads / candidate.layout.tp * keys
+    block_queries = max(1.0, MAX_SCORE_BYTES // (row_scores * max(size, 4)))
+    scores = row_scores * min(queries, block_queries)
+    sums = 0.0
+    if is_backward and block_queries < queries:  # gradients of keys and values, over the blocks
+        sums = max(size, 4) * _count_tile_elements(facts, candidate).pairs
+        sums *= keys / tokens if method == "all_gather" else 1.0
     # Scores, shifted scores and softmax in fp32. Backward: scores, softmax, its gradient, and that
     # of the scores before and after its scale in fp32; softmax and gradient in the compute
     # precision. A soft cap adds its slope.
     num_wide = (5.0 if is_backward else 3.0) + (facts.shape.attention_soft_cap is not None)
     cast = 2 * size if is_backward and size < 4 else 0
-    return candidate.micro_batch_tokens * heads * keys * (num_wide * max(size, 4) + cast)
+    return scores * (num_wide * max(size, 4) + cast) + sums
 
 
 def _exchanges_heads(facts: ModelFacts, candidate: Candidate) -> bool:
@@ -348,21 +353,34 @@ def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> 
     tokens = candidate.micro_batch_tokens
     heads = shape.num_heads / tp
     head_dim = latent.nope_dim + latent.rope_dim
+    attended_values = _get_latent_value_width(facts, candidate)
+    has_padding = attended_values > latent.value_dim
     latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
     # Non-rotary keys, and values: the result of one matmul.
     expanded = heads * (latent.nope_dim + latent.value_dim)
-    # Output, and concatenated queries and keys.
-    attended = heads * (2 * head_dim + latent.value_dim)
-    saved = tokens * ((latents + expanded + attended) * size + 4 * heads)
+    # Output, and concatenated queries and keys. With padding the values are a tensor of their own,
+    # and the product after attention saves a copy of the output's part.
+    attended = heads * (2 * head_dim + attended_values)
+    values = heads * (attended_values + latent.value_dim) if has_padding else expanded
+    saved = tokens * ((latents + values + attended) * size + 4 * heads)
     matmul_results = (
         (latent.query_rank or 0)
         + latent.key_value_rank
         + latent.rope_dim
         + heads * head_dim
         + expanded
-        + heads * latent.value_dim
+        + heads * attended_values
     )
-    output = tokens * heads * (latent.value_dim * size + 4)
+    output = tokens * heads * (attended_values * size + 4)
     return AttentionBytes(
         saved, tokens * (matmul_results * size + 4 * heads), tokens * attended * size, output
     )
+
+
+def _get_latent_value_width(facts: ModelFacts, candidate: Candidate) -> int:
+    """Return the width of a head's values in attention: ours pads them to that of the keys."""
+    latent = facts.shape.latent
+    assert latent is not None
+    if not candidate.engine.has_ordered_frees:
+        return latent.value_dim
+    return max(latent.value_dim, latent.nope_dim + latent.rope_dim)
