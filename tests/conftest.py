@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +69,30 @@ def _restore_environment() -> Iterator[None]:
     if before != os.environ:
         os.environ.clear()
         os.environ.update(before)
+
+
+class _Argument:
+    """Object that can be weakly referenced."""
+
+
+def _outlives_its_last_use(argument: object) -> bool:
+    reference = weakref.ref(argument)
+    del argument
+    return reference() is not None
+
+
+@pytest.fixture(autouse=True)
+def _check_frame_evaluation() -> Iterator[None]:
+    """Fail a test after which torch.compile still evaluates frames, as after a failed compilation.
+
+    Callers would keep the arguments of their calls, and later tests measure more memory.
+    """
+    was_on = _outlives_its_last_use(_Argument())
+    yield
+    is_on = _outlives_its_last_use(_Argument())  # a call in an `assert` keeps its arguments
+    assert was_on or not is_on, (
+        "torch.compile still evaluates frames; run what fails to compile in a process of its own"
+    )
 
 
 SEVERAL_PROCESSES = (

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from shardwright.architecture import read_config
+from shardwright.hashing import combine_bits
 from shardwright.model import Decoder, DropoutKey
 from shardwright.model.dropout import Dropout, DropoutSite
 from shardwright.numerics.compilation import find_compiler_obstacle
+from shardwright.rehearsal.live_memory import LiveMemoryTracker
 from tests.reference.cases import CASES
 
 
@@ -182,3 +185,18 @@ def test_code_compiled_for_a_cpu_has_the_same_masks() -> None:
 
     compiled: Any = torch.compile(drop)
     torch.testing.assert_close(compiled(keys_BT), drop(keys_BT))
+
+
+@pytest.mark.parametrize("observes_frames", [False, True])
+def test_hashes_of_a_mask_take_one_temporary_tensor(observes_frames: bool) -> None:
+    """Callers keep the arguments of their calls alive while torch.compile observes frames."""
+    keys = torch.arange(64, dtype=torch.int32)[:, None]
+    numbers = torch.arange(32, dtype=torch.int32)
+    # False: torch.compile's function evaluates frames, and compiles none.
+    callback = eval_frame.set_eval_frame(False if observes_frames else None)
+    try:
+        with LiveMemoryTracker() as live:
+            hashed = combine_bits(keys, numbers)
+    finally:
+        eval_frame.set_eval_frame(callback)
+    assert live.peak_bytes <= 2 * hashed.nbytes + numbers.nbytes

@@ -15,7 +15,6 @@ from shardwright.architecture import read_config
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.recipe import RecomputeKind
-from shardwright.errors import RunFailed
 from shardwright.model import Decoder
 from shardwright.model.attention.rope import rotate
 from shardwright.model.mlp import apply_clamped_gate, apply_gate
@@ -337,14 +336,3 @@ def test_tables_of_one_row_rotate_all_rows(graph_counter: CompileCounter) -> Non
     torch.testing.assert_close(shared, rest, rtol=0, atol=0)
     # Rows with tables of their own and single rows are tokens one after another.
     assert graph_counter.frame_count == 2
-
-
-def test_a_compiler_that_fails_is_an_error_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_graph: Any, _inputs: Any) -> Any:
-        raise NotImplementedError("no kernel for this")
-
-    monkeypatch.setattr(operators, "compiled_formulas", {})
-    monkeypatch.setattr(operators, "choose_compile_options", lambda: {"backend": fail})
-    with pytest.raises(RunFailed, match=r"normalise_rms: .*Set model\.fused_pointwise: none"):
-        functions.normalise_rms(draw(4, 40), draw(40), 1e-5)
-    torch._dynamo.reset()
