@@ -1,11 +1,12 @@
-"""Measure the device's own rates and print one JSON line: `python -m benchmarks.ceiling cuda bf16`,
-with `tiny` behind it for a simulated device. Needs torch alone.
+"""Measure the device's own rates and print one JSON line: `python -m benchmarks.ceiling cuda bf16`.
+
+Needs torch alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -21,15 +22,26 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def main() -> None:
     """Print the device's name, memory, matrix-product and copy rates."""
-    device = torch.device(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ceiling", description=__doc__)
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("precision", choices=tuple(DTYPES))
+    parser.add_argument(
+        "shapes",
+        nargs="?",
+        choices=("real", "tiny"),
+        default="real",
+        help="tiny: those of a CPU also on CUDA, for a simulated device",
+    )
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
     cuda = device.type == "cuda"
-    is_large = cuda and sys.argv[3:] != ["tiny"]
+    is_large = cuda and arguments.shapes == "real"
     described = {
         "name": torch.cuda.get_device_name(device) if cuda else "CPU",
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "matmul_flops_per_second": measure_best_matmul_rate(
-            device, DTYPES[sys.argv[2]], is_large=is_large
+            device, DTYPES[arguments.precision], is_large=is_large
         ),
         "copy_bytes_per_second": measure_copy_rate(4 * 2**30 if is_large else 64 * 2**20, device),
     }

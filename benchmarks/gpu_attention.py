@@ -9,8 +9,8 @@ the kernels' log line and the distance between the gradients of both.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,8 +97,18 @@ CASES = {
 
 def main() -> None:
     """Measure every case with the kernels on and off and write the result."""
-    device = torch.device(sys.argv[1])
-    is_tiny = sys.argv[3] == "tiny"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("precision", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("shapes", choices=("real", "tiny"))
+    parser.add_argument("result", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    is_tiny = arguments.shapes == "tiny"
     result: dict[str, Any] = {"num_tokens": 256 if is_tiny else 8192, "attention": {}}
     for name, case in CASES.items():
         sizes = _SIZES | {"max_position_embeddings": result["num_tokens"]}
@@ -108,14 +118,14 @@ def main() -> None:
         for side, attention in (("off", case.off), ("on", "auto")):
             try:
                 row[side], gradients[side] = measure(
-                    device, sys.argv[2], config, attention, case.has_documents
+                    device, arguments.precision, config, attention, case.has_documents
                 )
             except torch.OutOfMemoryError:
                 row[side] = {"failed": "out of memory"}
         if len(gradients) == 2:
             row["distance"] = compute_distance(gradients["on"], gradients["off"], device)
         result["attention"][name] = row
-        Path(sys.argv[4]).write_text(json.dumps(result, indent=1) + "\n")
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure(

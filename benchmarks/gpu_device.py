@@ -5,6 +5,7 @@ Needs torch alone.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -20,7 +21,11 @@ _MAX_PRODUCT_ERROR = 1e-5
 
 def main() -> None:
     """Write name, memory, versions and rates; fail if a product is wrong."""
-    device = torch.device(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_device", description=__doc__)
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("result", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
     described: dict[str, Any] = {
         "name": "CPU",
         "torch": torch.__version__,
@@ -49,7 +54,7 @@ def main() -> None:
     described["copy_bytes_per_second"] = measure_copy_rate(
         4 * 2**30 if is_cuda else 64 * 2**20, device
     )
-    Path(sys.argv[2]).write_text(json.dumps(described, indent=1) + "\n")
+    arguments.result.write_text(json.dumps(described, indent=1) + "\n")
     if described["product_error"] > _MAX_PRODUCT_ERROR:
         sys.exit(f"a float32 product has a relative error of {described['product_error']:.1e}")
 

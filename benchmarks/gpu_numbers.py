@@ -8,6 +8,7 @@ tokens are used everywhere.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from functools import partial
@@ -44,7 +45,15 @@ _BATCH_SHAPE = (2, 96)
 
 def main() -> None:
     """Compare both precisions and write the result."""
-    device = torch.device(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_numbers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("result", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
     exact = compute(torch.device("cpu"), torch.float64)
     result: dict[str, Any] = {"config": CONFIG, "precisions": {}}
     for precision, compute_dtype in (("fp32", None), ("bf16", torch.bfloat16)):
@@ -69,7 +78,7 @@ def main() -> None:
             "kernels": summarise_kernels(recorded, device)[:12],
         }
     result["float32_products"] = torch.get_float32_matmul_precision()
-    Path(sys.argv[2]).write_text(json.dumps(result, indent=1) + "\n")
+    arguments.result.write_text(json.dumps(result, indent=1) + "\n")
     if not all(each["is_within_limit"] for each in result["precisions"].values()):
         sys.exit("an error is over its limit")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.architecture import HFShape, read_recipe_shape
-from shardwright.config.recipe_source import RecipeSource, list_texts, load_recipe
+from shardwright.config.recipe_source import RecipeSource, check_integer, list_texts, load_recipe
 from shardwright.errors import InputError
 from shardwright.placement import place_model
 from shardwright.plans import PrecisionChoice, complete_plan, resolve_degrees
@@ -139,6 +139,7 @@ def rehearse(
     Raises:
         InputError: the recipe, its layout or its model cannot run, or the device is missing.
     """
+    check_integer(world_size, "world_size")
     loaded = load_recipe(recipe)
     shape = read_recipe_shape(loaded)
     layout, batch = resolve_degrees(loaded, world_size)
@@ -200,6 +201,7 @@ def verify(
         InputError: the recipe, a layout or a dtype is not supported.
     """
     loaded = load_recipe(recipe)
+    check_integer(max_ranks, "max_ranks")
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
     from shardwright.launch.auto_layout import choose_planned_precision
     from shardwright.verification.cases import (
@@ -213,8 +215,8 @@ def verify(
     from shardwright.verification.rank_pool import RankPool
     from shardwright.verification.verification import verify as verify_layouts
 
-    chosen_dtypes = choose_dtypes(list_texts(dtypes))
-    chosen_layouts = choose_layouts(list_texts(layouts), max_ranks, loaded.layout)
+    chosen_dtypes = choose_dtypes(list_texts(dtypes, "dtypes"))
+    chosen_layouts = choose_layouts(list_texts(layouts, "layouts"), max_ranks, loaded.layout)
     shape = shrink_shape(
         read_verification_shape(loaded), num_layers=num_layers, hidden_size=hidden_size
     )
@@ -260,6 +262,7 @@ def train(
     """
     from shardwright.launch.world_sizes import resolve_training_layout
 
+    check_integer(num_ranks, "num_ranks")
     original = load_recipe(recipe)
     loaded, _world_size = resolve_training_layout(original, num_ranks)
     # Torch is imported after the recipe is validated, so that errors in it appear at once.
@@ -270,7 +273,7 @@ def train(
         num_ranks=num_ranks,
         resume=resume,
         resume_if_started=resume_if_started,
-        allow_drift=list_texts(allow_drift),
+        allow_drift=list_texts(allow_drift, "allow_drift"),
         open_progress=open_progress,
         planned_from=original if original.layout.auto else None,
     )
@@ -310,6 +313,8 @@ def generate(
     Raises:
         InputError: no model there, or a value that is not allowed.
     """
+    if not isinstance(prompt, str):
+        raise InputError("not text", field="prompt", got=repr(prompt), allowed="a text")
     import torch
 
     from shardwright.inference.generation import SamplingSettings, complete_prompt, encode_prompt
@@ -411,7 +416,9 @@ def export(
             check=should_check,
         )
     exported = merge_adapters(model) if should_merge else model
-    quantisation = select_quantisation(exported, quantise, list_texts(quantise_exclude))
+    quantisation = select_quantisation(
+        exported, quantise, list_texts(quantise_exclude, "quantise_exclude")
+    )
     if should_merge and should_check:
         check_merged_logits(model, exported)
     return export_hf_folder(

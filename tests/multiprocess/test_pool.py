@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from shardwright.errors import LayoutError, RankFailed
 from shardwright.verification import rank_pool
@@ -67,6 +70,20 @@ def test_an_error_names_its_rank_and_is_the_cause() -> None:
         assert isinstance(caught.value.__cause__, LayoutError)
         assert "in fail_on" in str(caught.value)
         assert pool.run(2, sum_of_ranks, 0)[0][1] == 1  # a new group
+
+
+def list_tracked_names_of_a_progress_bar() -> list[str]:
+    """Names that the process registers for removal after its end."""
+    names: list[str] = []
+    with mock.patch.object(resource_tracker, "register", lambda name, kind: names.append(name)):
+        tqdm(range(1), disable=True)
+    return names
+
+
+def test_a_killed_worker_leaves_no_semaphore_of_a_progress_bar() -> None:
+    """Compilation shows one; `verify --all` ended with a warning of leaked semaphores."""
+    with RankPool() as pool:
+        assert pool.run(1, list_tracked_names_of_a_progress_bar) == [[]]
 
 
 def fail_late_on(rank: int, after_seconds: float) -> None:

@@ -222,6 +222,13 @@ def test_one_text_stands_for_a_list_of_it(tmp_path: Path) -> None:
             r"cluster: not the name of devices \(got 8; allowed: e",
         ),
         (lambda recipe: sw.plan(recipe, "2xcpu", num_layouts=-1), r"num_layouts: too small"),
+        (lambda recipe: sw.load_recipe(recipe, overrides=[3]), r"overrides: not texts \(got \[3\]"),
+        (lambda recipe: sw.verify(recipe, [3]), r"layouts: not texts \(got \[3\]"),
+        (lambda recipe: sw.verify(recipe, dtypes=4), r"dtypes: not texts \(got 4;"),
+        (lambda recipe: sw.verify(recipe, max_ranks="2"), r"max_ranks: not a whole number"),
+        (lambda recipe: sw.train(recipe, num_ranks="2"), r"num_ranks: not a whole number"),
+        (lambda recipe: sw.rehearse(recipe, "4"), r"world_size: not a whole number \(got '4'"),
+        (lambda recipe: sw.generate("run", 5), r"prompt: not text \(got 5"),
         (lambda recipe: sw.plan(recipe, "2xcpu", lora_rank=0), r"lora_rank: too small \(got 0; "),
     ],
 )

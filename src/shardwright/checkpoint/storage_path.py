@@ -242,8 +242,13 @@ class CachedFile(ReadableFile):
         """Do nothing: the memory belongs to the owner of the blocks."""
 
 
-def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
+def parse_storage_path(
+    text: str | Path | RemotePath, *, field: str = "checkpoint.dir"
+) -> StoragePath:
     """Parse a local path or an fsspec URL.
+
+    Args:
+        field: name of the setting or argument, for errors.
 
     Raises:
         CheckpointError: the URL's file system is unknown, not installed or unreachable.
@@ -259,7 +264,7 @@ def parse_storage_path(text: str | Path | RemotePath) -> StoragePath:
         file_system, path = open_file_system(text)
     except (ImportError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"this location cannot be used: {error}", field="checkpoint.dir", got=text
+            f"this location cannot be used: {error}", field=field, got=text
         ) from error
     is_local = isinstance(file_system, LocalFileSystem)
     return Path(path) if is_local else RemotePath(path.rstrip("/"), file_system)

@@ -95,9 +95,9 @@ def check_command(
     json_output: JsonOutput = False,
     out: PageOutput = None,
 ) -> None:
-    """Recompute a recorded step in one process on the CPU; compare loss, gradients, norm, clip
-    and update.
+    """Recompute a recorded step in one process; compare results.
 
+    On the CPU. Results are loss, gradients, norm, clip and update.
     Exit code 1 if any of them differs, 2 if the folder is incomplete or does not fit the model.
     """
     # Imported here: torch takes seconds, which `--help` does not need.
@@ -148,7 +148,10 @@ def recorder_command(
     out: RecorderOutput = Path("recorder.py"),
     overwrite: ShouldOverwrite = False,
 ) -> None:
-    """Write the recorder as one file that needs only torch and safetensors."""
+    """Write the recorder as one Python file.
+
+    It needs only torch and safetensors.
+    """
     from importlib import resources
 
     # `recorder.py` is the default: a file of that name may be the user's own.

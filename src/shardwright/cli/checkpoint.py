@@ -53,9 +53,11 @@ CheckpointPathArgument = Annotated[
 
 @app.command("list")
 def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) -> None:
-    """List a run's checkpoints with step, size and pointers (latest, best). Nothing is
-    hashed."""
-    root = _find_root(parse_storage_path(path))
+    """List a run's checkpoints.
+
+    With step, size and pointers (latest, best). Nothing is hashed.
+    """
+    root = _find_root(parse_storage_path(path, field="PATH"))
     pointed = {name: read_pointer(root, name) for name in (LATEST_NAME, BEST_NAME)}
     rows: list[dict[str, Any]] = []
     for folder in list_step_folders(root):
@@ -89,11 +91,11 @@ def list_command(path: CheckpointPathArgument, json_output: JsonOutput = False) 
 
 @app.command("verify")
 def verify_command(path: CheckpointPathArgument, json_output: JsonOutput = False) -> None:
-    """Hash every file and check every header; exit code 1 if a checkpoint is damaged.
+    """Hash every file and check every header.
 
-    In a folder of checkpoints, verify each of them.
+    In a folder of checkpoints, verify each of them. Exit code 1 if one is damaged.
     """
-    place = parse_storage_path(path)
+    place = parse_storage_path(path, field="PATH")
     folders = (
         [place]
         if _is_checkpoint(place)
@@ -124,7 +126,7 @@ def inspect_command(path: CheckpointPathArgument, json_output: JsonOutput = Fals
 
     In a folder of several checkpoints, show the one to resume from.
     """
-    place = parse_storage_path(path)
+    place = parse_storage_path(path, field="PATH")
     folder = (
         place if _is_checkpoint(place) else list_step_folders_by_trust(_find_root(place))[0].path
     )
@@ -195,7 +197,8 @@ def _verify_with_progress(folder: StoragePath, *, is_quiet: bool) -> dict[str, A
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress:
         num_bytes = sum(size or 0 for size in list_sizes(folder).values())
         task = progress.add_task(escape_control_characters(folder.name), total=num_bytes)
         manifest, faults = verify_checkpoint(
@@ -246,7 +249,8 @@ def _find_root(path: StoragePath) -> StoragePath:
         for root in places:
             if list_step_folders(root):
                 return root
-    problem = "no checkpoint found" if path.is_dir() else "no such folder"
+    missing = "no such folder" if isinstance(path, Path) else "no such folder or bucket"
+    problem = "no checkpoint found" if path.is_dir() else missing
     raise CheckpointError(
         problem,
         field="PATH",

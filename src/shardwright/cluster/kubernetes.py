@@ -70,7 +70,7 @@ _ManifestDumper.add_representer(str, _represent_text)
 
 
 LAUNCHER = Launcher(
-    "a PyTorchJob, TrainJob or JobSet that starts a recipe on Kubernetes",
+    "a PyTorchJob, TrainJob or JobSet for Kubernetes",
     KubernetesOptions,
     build_manifest,
     list_warnings=list_volume_warnings,

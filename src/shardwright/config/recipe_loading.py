@@ -114,7 +114,27 @@ def validate_recipe(document: dict[str, Any], locate: Locate = lambda location: 
     try:
         return Recipe.model_validate(_expand_variables(document, (), locate))
     except ValidationError as error:
-        raise _build_recipe_error(error, Recipe, locate) from None
+        raise _build_recipe_error(error.errors(include_url=False), Recipe, locate) from None
+
+
+def check_incomplete_recipe(document: dict[str, Any]) -> None:
+    """Validate what a mapping has of a recipe; keys may be missing.
+
+    Raises:
+        RecipeError: an unknown key, or a value that is not allowed.
+    """
+    try:
+        Recipe.model_validate(_expand_variables(document, (), lambda location: None))
+    except ValidationError as error:
+        # Errors of a whole section may have a missing key as their cause.
+        items = [
+            item
+            for item in error.errors(include_url=False)
+            if item["type"] != "missing"
+            and not (item["type"] == "value_error" and isinstance(item["input"], Mapping))
+        ]
+        if items:
+            raise _build_recipe_error(items, Recipe, lambda location: None) from None
 
 
 def parse_layout(text: str) -> dict[str, Any]:
@@ -248,12 +268,9 @@ def _shorten_with_position(value: str, position: str | None) -> str:
     return value if position is None else f"{value} in {position}"
 
 
-def _build_recipe_error(
-    error: ValidationError, root: type[BaseModel], locate: Locate
-) -> RecipeError:
+def _build_recipe_error(items: Sequence[Any], root: type[BaseModel], locate: Locate) -> RecipeError:
     """Combine all of pydantic's errors into one: the first in full, the others in its
     remedy."""
-    items = error.errors(include_url=False)
     inside = {item["loc"][:-1] for item in items} | {item["loc"][:-2] for item in items}
     # A list is also reported as too short if its items are invalid: report only the items.
     items = [item for item in items if item["type"] != "too_short" or item["loc"] not in inside]

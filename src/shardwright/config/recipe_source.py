@@ -9,7 +9,7 @@ from typing import Any
 from shardwright.config.recipe import Recipe
 from shardwright.config.recipe_loading import build_recipe
 from shardwright.config.recipe_loading import load_recipe as load_recipe_file
-from shardwright.errors import LayoutError, RecipeError
+from shardwright.errors import InputError, LayoutError, RecipeError
 
 RecipeSource = Recipe | str | Path | Mapping[str, Any]
 """Recipe, path of a YAML file, or mapping with the keys of a recipe."""
@@ -34,7 +34,7 @@ def load_recipe(
     ...     "micro_batch_size": 1}}, layout="dp_shard=2,zero_stage=3").layout.zero_stage
     3
     """
-    overrides = list_texts(overrides)
+    overrides = list_texts(overrides, "overrides")
     if layout is not None and not isinstance(layout, str):
         raise LayoutError(
             "not text", field="layout", got=repr(layout), allowed="e.g. 'tp=2,zero_stage=3'"
@@ -55,10 +55,33 @@ def load_recipe(
     return build_recipe(source, overrides, layout)
 
 
-def list_texts(texts: Iterable[str]) -> list[str]:
+def list_texts(texts: Iterable[str], field: str) -> list[str]:
     """Return texts as a list; one text alone is a list of it, not of its characters.
 
-    >>> list_texts("zero_stage=3"), list_texts(("tp=2", "pp=2"))
+    Args:
+        field: name of the argument, for errors.
+
+    Raises:
+        InputError: something else than a text is among them.
+
+    >>> list_texts("zero_stage=3", "layouts"), list_texts(("tp=2", "pp=2"), "layouts")
     (['zero_stage=3'], ['tp=2', 'pp=2'])
     """
-    return [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str):
+        return [texts]
+    listed = list(texts) if isinstance(texts, Iterable) else [texts]
+    if not all(isinstance(text, str) for text in listed):
+        raise InputError("not texts", field=field, got=repr(texts), allowed="a text, or a list")
+    return listed
+
+
+def check_integer(number: int | None, field: str) -> None:
+    """Check the type of an argument of the Python API; None is allowed.
+
+    Raises:
+        InputError: it is something else than a whole number.
+    """
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise InputError("not a whole number", field=field, got=repr(number), allowed="e.g. 2")

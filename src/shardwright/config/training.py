@@ -261,7 +261,11 @@ class EvaluationSection(RecipeSection):
     """Sequences per rank in one forward pass; default training.micro_batch_size (a larger one
     may fit, because no gradients are kept)."""
     max_batches: Positive | None = None
-    """Maximum number of micro-batches per rank; null uses the whole validation set."""
+    """Maximum number of micro-batches per rank, so that more ranks evaluate more rows; null uses
+    the whole validation set."""
+    max_rows: Positive | None = None
+    """Maximum number of rows, the first ones of the validation set, over all ranks: the same rows
+    under every layout. Null uses the whole validation set."""
     num_samples: NonNegative = 0
     """Number of texts that the model generates at every evaluation, written to `samples/` in
     the run folder. Each continues, with greedy decoding, the part of a validation document

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config.overrides import apply_overrides
-from shardwright.config.recipe_loading import MAX_RECIPE_BYTES, validate_recipe
+from shardwright.config.recipe_loading import (
+    MAX_RECIPE_BYTES,
+    check_incomplete_recipe,
+    validate_recipe,
+)
 from shardwright.config.yaml_document import dump_yaml, parse_yaml
 from shardwright.convert import accelerate, axolotl, deepspeed, megatron, torchtitan
 from shardwright.convert.emitted_config import EmitRequest, EmittedConfig
@@ -103,8 +107,8 @@ def convert(
         overrides: `key=value` as in `--set`, applied to the recipe.
 
     Raises:
-        InputError: the file cannot be read, its system is unknown, or the recipe is
-            inconsistent.
+        InputError: the file cannot be read, its system is unknown, or a value is not allowed in
+            a recipe.
     """
     document = _read(path)
     system = system or _detect_system(document, path)
@@ -116,7 +120,9 @@ def convert(
             found.drop(key, value, "has no equivalent in a recipe")
     recipe = apply_overrides(_nest_keys(found.recipe), overrides)
     needed = [key for key in found.missing_keys if not _has_key(recipe, key)]
-    if not needed:
+    if needed:
+        check_incomplete_recipe(recipe)
+    else:
         validate_recipe(recipe)
     ordered = {
         key: recipe[key]

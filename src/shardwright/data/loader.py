@@ -142,27 +142,34 @@ def read_step_micro_batches(
 
 
 def iterate_evaluation_micro_batches(
-    dataset: TokenDataset, batch: BatchPlan, data_rank: int, *, max_batches: int | None = None
+    dataset: TokenDataset,
+    batch: BatchPlan,
+    data_rank: int,
+    *,
+    max_batches: int | None = None,
+    max_rows: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield one data rank's share of the dataset, in order; together all ranks read it once.
 
     Every rank gets the same number of micro-batches, because the forward pass of a sharded
-    model contains collectives; rows without supervised tokens fill the last ones. `max_batches`
-    limits the micro-batches of each rank.
+    model contains collectives; rows without supervised tokens fill the last ones.
+
+    Args:
+        max_batches: limit of the micro-batches of each rank.
+        max_rows: limit of the rows of all ranks together; the first ones are read.
     """
     if not 0 <= data_rank < batch.data_ranks:
         raise ValueError(f"data rank {data_rank} of {batch.data_ranks}")
     micro_batch_size = batch.micro_batch_size
-    num_batches = -(-len(dataset) // (micro_batch_size * batch.data_ranks))
+    num_rows = len(dataset) if max_rows is None else min(len(dataset), max_rows)
+    num_batches = -(-num_rows // (micro_batch_size * batch.data_ranks))
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
     for number in range(num_batches):
         first = (number * batch.data_ranks + data_rank) * micro_batch_size
         indices = range(first, first + micro_batch_size)
         samples = [
-            dataset.get_sample(index)
-            if index < len(dataset)
-            else _build_unsupervised_sample(dataset)
+            dataset.get_sample(index) if index < num_rows else _build_unsupervised_sample(dataset)
             for index in indices
         ]
         yield collate(samples, indices, batch.row_multiple)

@@ -19,6 +19,7 @@ from shardwright.architecture.parameter_spec import AdapterPart
 from shardwright.errors import CheckFailed, InputError
 from shardwright.inference.export import LOGIT_TOLERANCE, build_probe_ids, compute_expected_logits
 from shardwright.inference.model_source import ModelSource
+from shardwright.model.hf.hf_module import load_quietly
 from shardwright.model.hf.peft_folder import PeftFolder, write_peft_folder
 from shardwright.model.lora import merge_adapter
 from shardwright.model.products.nf4 import unpack
@@ -209,7 +210,7 @@ def check_with_peft(folder: Path, expected_BTV: Tensor) -> float:
         CheckFailed: peft cannot load the folder, or computes different logits.
     """
     gc.collect()
-    with warnings.catch_warnings():
+    with load_quietly(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations between peft and transformers
         import peft  # an optional extra, and slow to import
 

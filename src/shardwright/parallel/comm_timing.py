@@ -77,6 +77,17 @@ class CommunicationTimer:
             self.add(parallelism, self._wait_start, self._take_timestamp())
             self._wait_start = None
 
+    @contextmanager
+    def pause_wait(self, parallelism: str) -> Iterator[None]:
+        """Leave the block out of the wait that has been started, if there is one."""
+        is_waiting = self._wait_start is not None
+        self.end_wait(parallelism)
+        try:
+            yield
+        finally:
+            if is_waiting:
+                self.begin_wait()
+
     def add(self, parallelism: str, start: _Timestamp, end: _Timestamp) -> None:
         """Add a wait that was timed elsewhere."""
         self._spans.append((parallelism, start, end))
@@ -162,6 +173,14 @@ def end_wait(parallelism: str) -> None:
     """End the wait that `begin_wait` started, unless something else has ended it."""
     if _current_timer is not None:
         _current_timer.end_wait(parallelism)
+
+
+def pause_wait(parallelism: str) -> AbstractContextManager[None]:
+    """Return a context whose time does not count as the wait that `begin_wait` started.
+
+    For work of this rank itself between `begin_wait` and `end_wait`.
+    """
+    return nullcontext() if _current_timer is None else _current_timer.pause_wait(parallelism)
 
 
 def time_fsdp_waits(modules: Sequence[nn.Module], *, has_gradient_waits: bool) -> None:

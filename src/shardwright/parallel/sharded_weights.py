@@ -31,6 +31,7 @@ from shardwright.model.block_weights import BlockWeight, BlockWeightSources, Sli
 from shardwright.model.decoder import Decoder
 from shardwright.model.products.working_weights import WorkingWeight, WorkingWeights
 from shardwright.numerics import get_local_tensor
+from shardwright.parallel.comm_timing import pause_wait
 from shardwright.parallel.offloaded_weights import TrainedShardStore, TrainedWeightStore
 
 
@@ -181,7 +182,8 @@ def _bring_before_gather(
         is_gathered = group.is_unsharded or group._all_gather_result is not None
         if is_gathered:
             return
-        offload.bring_shards(unit)
+        with pause_wait("data"):  # this rank's own transfers
+            offload.bring_shards(unit)
         if group.device.type != "cuda" or not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):
             unshard(async_op)
             return
@@ -202,7 +204,8 @@ def _bring_before_reduction(group: Any, unit: int, offload: TrainedShardStore) -
 
     def bring_and_reduce(*arguments: Any) -> None:
         if group.reduce_grads and any(map(_has_gradient, group.fsdp_params)):
-            offload.bring_gradients(unit, {item.sharded_param for item in group.fsdp_params})
+            with pause_wait("data"):
+                offload.bring_gradients(unit, {item.sharded_param for item in group.fsdp_params})
         post_backward(*arguments)
 
     group.post_backward = bring_and_reduce

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.optim.sharded_optimizer import UpdateUnit
+from shardwright.parallel.comm_timing import pause_wait
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.sharded_weights import list_block_groups, list_parameter_groups
 
@@ -75,7 +76,8 @@ def _wait_before_gather(group: Any, unit: int, wait: UnitWait) -> None:
 
     def wait_and_unshard(async_op: bool = False) -> None:
         copying, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        wait(unit, copying)
+        with pause_wait("data"):  # an update that the host runs is this rank's own work
+            wait(unit, copying)
         unshard(async_op)
 
     group.unshard = wait_and_unshard

@@ -37,11 +37,14 @@ _MAX_MARKS_PER_LANE = 300
 
 
 def list_process_spans(run: Run) -> list[tuple[float, float]]:
-    """Return first and last wall-clock second of each process that wrote events, in order."""
+    """Return first and last wall-clock second of each process that wrote events, in order.
+
+    A process starts before its first event, by the time of its set-up until then.
+    """
     spans: list[tuple[float, float]] = []
     for event in run.log:
         if isinstance(event, RunStartedEvent) or not spans:
-            spans.append((event.time, event.time))
+            spans.append((event.time - event.elapsed_seconds, event.time))
         elif event.time > spans[-1][1]:
             spans[-1] = (spans[-1][0], event.time)
     return spans
@@ -62,7 +65,7 @@ def draw_timeline(run: Run, width: int) -> str:
     out = [f'<text x="0" y="{top + 15}">running</text>']
     for begin, end in spans:
         bar_width = max(2.0, x(end) - x(begin))
-        title = f"{format_seconds(end - begin)} of training"
+        title = f"{format_seconds(end - begin)} of a process"
         out.append(
             f'<rect style="fill:var(--c0)" x="{x(begin):.1f}" '
             f'y="{top + 6}" width="{bar_width:.1f}" height="10" rx="2">'
@@ -108,8 +111,8 @@ def _choose_time_unit(seconds: float) -> tuple[float, str]:
 
 
 def list_history(run: Run) -> list[tuple[str, str, str]]:
-    """Return the rows of the timeline's table: time since the first event, kind, text."""
-    begin = run.log.events[0].time
+    """Return the rows of the timeline's table: time since the first start, kind, text."""
+    begin = list_process_spans(run)[0][0]
     return [
         (
             format_seconds(max(0.0, event.time - begin)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Literal
 
 import numpy as np
@@ -258,8 +258,8 @@ def _draw_axes(canvas: _Canvas) -> None:
         out.append(
             f'<text x="{canvas.left - 7:.1f}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
         )
-    count = max(2, min(8, int((canvas.right - canvas.left) / 64)))
-    x_ticks = find_ticks(canvas.x.low, canvas.x.high, count, is_whole=frame.x_label == "step")
+    num_ticks = max(2, min(8, int((canvas.right - canvas.left) / 64)))
+    x_ticks = find_ticks(canvas.x.low, canvas.x.high, num_ticks, is_whole=frame.x_label == "step")
     for tick, text in zip(x_ticks, format_ticks(x_ticks), strict=True):
         x = canvas.x(tick)
         out.append(f'<path class="grid" d="M{x:.1f} {canvas.bottom:.1f}v4"/>')
@@ -287,15 +287,21 @@ def _draw_marks(canvas: _Canvas) -> None:
                 f'<text x="{canvas.right - 4:.1f}" y="{y - 5:.1f}" '
                 f'text-anchor="end">{escape(label)}</text>'
             )
+    labels: list[tuple[int, float, float]] = []  # row, left and right end of each
     for value, label in canvas.frame.marks:
         x = canvas.x(value)
         if canvas.left <= x <= canvas.right:
             anchor, shift = ("end", -4) if x > (canvas.left + canvas.right) / 2 else ("start", 4)
+            width = len(label) * _CHARACTER_PIXELS
+            left = x + shift - (width if anchor == "end" else 0.0)
+            used_rows = {row for row, start, end in labels if start < left + width and left < end}
+            row = next(row for row in count() if row not in used_rows)
+            labels.append((row, left, left + width))
             canvas.parts.append(
                 f'<path class="mark" d="M{x:.1f} {canvas.top:.1f}V{canvas.bottom:.1f}"/>'
             )
             canvas.parts.append(
-                f'<text x="{x + shift:.1f}" y="{canvas.top + 9:.1f}" '
+                f'<text x="{x + shift:.1f}" y="{canvas.top + 9 + 14 * row:.1f}" '
                 f'text-anchor="{anchor}">{escape(label)}</text>'
             )
 

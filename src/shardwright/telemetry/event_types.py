@@ -248,7 +248,7 @@ class ProfileEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationEvent(Event):
-    """Evaluation on the validation set, or on its first `max_batches`, after `step`."""
+    """Evaluation on the validation set, or on its first rows, after `step`."""
 
     kind: ClassVar[str] = "evaluation"
     loss: float

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -110,21 +110,28 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sink that logs scalars to a Weights & Biases run, which continues after a resume.
 
-    The run's id is a hash of the run folder's path. Project, mode and account are set by
-    wandb's environment variables (WANDB_PROJECT, WANDB_MODE, ...).
+    The run's id is saved in the run folder. Project, mode and account are set by wandb's
+    environment variables (WANDB_PROJECT, WANDB_MODE, ...).
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._wandb = _import_package("wandb", extra="wandb")
         self._run_dir = run_dir.resolve()
+        self._id_file = run_dir / "wandb-run-id"
         self._run: Any = None
         self._exit_code = 1  # until the run finishes without failure
 
     def on_event(self, event: Event) -> None:
         """Open the run at its start, log the event's scalars, and record the run's status."""
         if isinstance(event, RunStartedEvent) and self._run is None:
+            # Not a function of the path: runs of other machines may have the same path.
+            run_id = (
+                self._id_file.read_text(encoding="utf-8").strip()
+                if self._id_file.is_file()
+                else secrets.token_hex(8)
+            )
             self._run = self._wandb.init(
-                id=hashlib.sha256(str(self._run_dir).encode()).hexdigest()[:16],
+                id=run_id,
                 name=event.name,
                 config={
                     "recipe": event.recipe,
@@ -135,6 +142,7 @@ class WeightsAndBiases:
                 dir=str(self._run_dir),
                 resume="allow",
             )
+            self._id_file.write_text(run_id + "\n", encoding="utf-8")
             # wandb's own step cannot decrease, as it does after a resume: plot over our step.
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
@@ -163,16 +171,17 @@ class MLflow:
 
     The run's id is saved in the run folder. Server and account are set by MLflow's environment
     variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...); without a server the metrics
-    go to a database in the run folder (`mlflow ui --backend-store-uri
+    and files go to a database and a folder in the run folder (`mlflow ui --backend-store-uri
     sqlite:///RUN/mlflow.db`).
     """
 
     def __init__(self, run_dir: Path) -> None:
         mlflow = _import_package("mlflow", extra="mlflow")
         self._entities = _import_package("mlflow.entities", extra="mlflow")
-        uri = (
-            os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
-        )
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        # MLflow's own default for files is a folder in the working directory.
+        self._artifacts = None if uri else (run_dir.resolve() / "mlflow-files").as_uri()
+        uri = uri or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._id_file = run_dir / "mlflow-run-id"
         self._run_id: str | None = None
@@ -209,7 +218,9 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardwright"
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = (
-            self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            self._client.create_experiment(name, artifact_location=self._artifacts)
+            if experiment is None
+            else experiment.experiment_id
         )
         run_id = str(self._client.create_run(experiment_id, run_name=event.name).info.run_id)
         parameters = {

@@ -122,6 +122,7 @@ def evaluate_loss(
                 batch_plan,
                 data_rank,
                 max_batches=section.max_batches,
+                max_rows=section.max_rows,
             )
             # Several micro-batches fill a pipeline: with 2 x pp, at most a third is bubble.
             at_once = 2 * model.layout.pp if model.layout.pp > 1 else 1

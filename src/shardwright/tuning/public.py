@@ -90,7 +90,7 @@ def tune(
         max_trial_seconds=max_trial_seconds,
         num_steps=num_steps,
         max_candidates=max_candidates,
-        fixed=tuple(list_texts(fixed)),
+        fixed=tuple(list_texts(fixed, "fixed")),
         folder=None if folder is None else Path(folder),
         out=None if out is None else Path(out),
         resume=resume,

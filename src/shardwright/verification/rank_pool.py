@@ -11,6 +11,7 @@ import multiprocessing
 import pickle
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from shardwright.errors import RankFailed
 from shardwright.verification.local_group import BACKEND, use_transport
@@ -223,6 +225,9 @@ def _run_worker(
 ) -> None:
     """Join the group, then answer calls until the pipe closes."""
     torch.set_num_threads(1)
+    # Compilation shows its progress by tqdm. Its lock between processes would be a semaphore, which
+    # stays behind when the pool kills this process.
+    tqdm.set_lock(threading.RLock())
     if connections:
         use_transport(LocalTransport(connections, timeout_seconds=timeout_seconds))
         store = dist.TCPStore(

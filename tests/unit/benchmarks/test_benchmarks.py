@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import subprocess
@@ -543,3 +544,16 @@ def test_compiled_functions_describe_their_arguments() -> None:
     wrong = subprocess.run([*command, "cpu", "huge", "x"], cwd=ROOT, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "invalid choice: 'huge'" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["ceiling", "gpu_attention", "gpu_device", "gpu_numbers"])
+@pytest.mark.parametrize("words", [[], ["tpu", "bf16", "tiny", "result.json"]])
+def test_measurements_of_a_device_name_their_arguments(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They ended with an IndexError, or with an error of torch."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert end.value.code == 2
+    assert f"usage: python -m benchmarks.{name}" in capsys.readouterr().err

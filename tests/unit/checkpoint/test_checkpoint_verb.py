@@ -48,7 +48,9 @@ def test_verify_finds_damage(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run_json(capsys, "verify", str(root / "step-00000020"))[0] == 1
     assert run_json(capsys, "verify", str(root / "step-00000030"))[0] == 0
     assert run(["checkpoint", "verify", str(root)]) == 1
-    assert "step-00000020: damaged\n  values.json has 2 bytes" in capsys.readouterr().out
+    output_text, error_text = capsys.readouterr()
+    assert "step-00000020: damaged\n  values.json has 2 bytes" in output_text
+    assert error_text == "", "a progress bar needs a terminal; in a log it left empty lines"
 
 
 def test_inspect_shows_values_and_tensors(

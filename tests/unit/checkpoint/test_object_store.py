@@ -229,7 +229,13 @@ def test_the_checkpoint_verbs_read_the_store(
     values = root / "step-00000002" / "values.json"
     values.file_system.pipe_file(values.path, b"{}")
     assert run(["checkpoint", "verify", URL]) == 1
-    assert run(["checkpoint", "verify", "memory://elsewhere"]) == 2
+    capsys.readouterr()
+    for url, problem in (
+        ("memory://elsewhere", "no such folder or bucket"),
+        ("nosuchscheme://x", "this location cannot be used"),
+    ):
+        assert run(["checkpoint", "verify", url]) == 2
+        assert capsys.readouterr().err.startswith(f"error: PATH: {problem}")
 
 
 def test_a_store_that_does_not_answer_is_not_an_empty_store(

@@ -5,6 +5,8 @@ transformers.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +85,26 @@ def test_an_exported_run_generates_the_same_text(
         )
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert texts[0] == texts[1]
+
+
+def test_export_prints_its_own_lines_only(run: Path, tmp_path: Path) -> None:
+    """In a log it ended with a progress bar, and began with torchao's warnings about itself."""
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "export",
+        str(run),
+        "--out",
+        str(tmp_path / "m"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 3, ended.stderr
+    assert lines[0].startswith("attention: ")
+    assert lines[1].startswith("logits of transformers differ by")
+    assert lines[2].endswith("loaded with transformers, logits agree")
+    assert ended.stdout == ""
 
 
 def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) -> None:

@@ -133,6 +133,17 @@ def test_a_shell_completes_verbs_and_the_options_of_the_typed_one(
     assert shell.stdout == f"{completed}\n"
 
 
+@pytest.mark.parametrize("words", [[], ["audit"], ["checkpoint"], ["launch"]])
+def test_summaries_of_verbs_fit_80_columns(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run([*words, "--help"])
+    summaries = capsys.readouterr().out.split("Commands:\n")[1].splitlines()
+    assert summaries
+    assert [line for line in summaries if line.endswith("...")] == []
+
+
 def test_an_optional_argument_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     run(["verify", "--help"])
     assert "[OPTIONS] [RECIPE]\n" in capsys.readouterr().out

@@ -60,6 +60,25 @@ def test_files_of_systems_that_are_not_read_are_refused_by_name(
     assert "recipes/first.yaml" in str(caught.value)
 
 
+def test_values_of_wrong_types_are_refused_while_keys_are_missing(tmp_path: Path) -> None:
+    """They were written, as long as the recipe lacked a key."""
+    document = {"base_model": "./model", "sequence_len": "abc", "micro_batch_size": "x"}
+    with pytest.raises(InputError) as caught:
+        convert_document(tmp_path, "axolotl.yaml", document)
+    message = str(caught.value)
+    assert "training.sequence_length: not a whole number (got 'abc'" in message
+    assert "training.micro_batch_size: not a whole number (got 'x'" in message
+    assert "missing" not in message
+    conversion = convert_document(
+        tmp_path,
+        "axolotl.yaml",
+        document,
+        "training.sequence_length=8",
+        "training.micro_batch_size=1",
+    )
+    assert conversion.missing_keys == ("data.sources", "training.learning_rate")
+
+
 def test_a_deepspeed_file_may_have_its_precision_alone(tmp_path: Path) -> None:
     conversion = convert_document(tmp_path, "ds.json", {"bf16": {"enabled": True}})
     assert conversion.system == "deepspeed"

@@ -130,6 +130,29 @@ def test_max_batches_stops_every_rank() -> None:
     ] == [3, 3]
 
 
+@given(max_rows=st.integers(1, 40), micro=st.integers(1, 5), ranks=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_max_rows_evaluates_the_same_rows_under_every_layout(
+    max_rows: int, micro: int, ranks: int
+) -> None:
+    """`max_batches` evaluates more rows on more ranks."""
+    dataset = WindowDataset(np.arange(120, dtype=np.uint16), LENGTH, is_evaluation=True)
+    plan = BatchPlan(LENGTH, micro, 1, ranks)
+    by_rank = [
+        list(iterate_evaluation_micro_batches(dataset, plan, rank, max_rows=max_rows))
+        for rank in range(ranks)
+    ]
+    assert len({len(batches) for batches in by_rank}) == 1
+    labels = torch.cat([batch.labels_BT.flatten() for batches in by_rank for batch in batches])
+    expected = [
+        label
+        for row in range(min(max_rows, len(dataset)))
+        for label in dataset.get_sample(row).labels
+    ]
+    supervised = labels[labels != IGNORED_LABEL].tolist()
+    assert sorted(supervised) == sorted(label for label in expected if label != IGNORED_LABEL)
+
+
 def test_packed_batches_carry_document_boundaries() -> None:
     (batch,) = read_step_micro_batches(
         PACKED, SampleOrder(0, len(PACKED)), BatchPlan(LENGTH, 3, 1, 1), 0, 0

@@ -91,6 +91,22 @@ def test_the_svg_is_well_formed_and_escapes_names(labels: str, standalone: bool)
     assert root.get("viewBox", "").split()[2:] == ["720", "320"]
 
 
+@pytest.mark.parametrize("steps", [(10.0, 14.0, 90.0), (40.0, 60.0, 62.0), (1.0, 2.0, 3.0, 4.0)])
+def test_labels_of_near_marks_do_not_overlap(steps: tuple[float, ...]) -> None:
+    """Two resumes within a few steps were one unreadable label on a narrow page."""
+    x = np.array([0.0, 100.0])
+    frame = ChartFrame(width=350, marks=tuple((step, "resumed") for step in steps))
+    root = ElementTree.fromstring(draw_curves([Series("a", x, x)], frame))
+    boxes = []
+    for text in root.iter("text"):
+        if text.text == "resumed":
+            left = float(text.get("x", "")) - (50.0 if text.get("text-anchor") == "end" else 0.0)
+            boxes.append((left, float(text.get("y", ""))))
+    assert len(boxes) == len(steps)
+    for (left, y), (other, other_y) in itertools.combinations(boxes, 2):
+        assert abs(left - other) >= 50.0 or abs(y - other_y) >= 12.0
+
+
 @pytest.mark.parametrize(
     "y",
     [

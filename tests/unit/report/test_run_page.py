@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.report.charts import build_charts
+from shardwright.report.event_timeline import draw_timeline, list_process_spans
 from shardwright.report.page_shell import render_facts
 from shardwright.report.recorded_run import load_run, load_runs, summarise_run
 from shardwright.report.terminal_summary import describe_run
@@ -126,6 +127,15 @@ def test_the_pipeline_is_drawn_as_executed_and_as_scheduled(eventful: Path) -> N
     )
     assert "Step time: 91% of the measured" in text
     assert "<title>1B0: 0.2 to 0.45</title>" in text
+
+
+def test_the_timeline_begins_with_the_process_not_with_its_first_event(tmp_path: Path) -> None:
+    """A run of four seconds with two of set-up had a bar of two seconds."""
+    run = load_run(
+        write_events(tmp_path / "run", [make_start_event(), *(make_step(i, 2.0) for i in (1, 2))])
+    )
+    assert list_process_spans(run) == [(1.7e9 + 60, 1.7e9 + 61.5)]
+    assert "1.5 s of a process" in draw_timeline(run, 720)
 
 
 def test_a_pipeline_with_unknown_actions_is_omitted(tmp_path: Path) -> None:

@@ -305,6 +305,9 @@ def test_weights_and_biases_receives_a_resumable_run(
         ids.append(calls["init"]["id"])
     assert ids[0] == ids[1]
     assert calls["init"]["resume"] == "allow"
+    (tmp_path / "wandb-run-id").unlink()  # another run at the same path, or on another machine
+    WeightsAndBiases(tmp_path).on_event(make_start_event())
+    assert calls["init"]["id"] != ids[0]
     assert calls["log"][0]["step"] == 1
     assert calls["log"][0]["train/loss"] == 2.5
     assert calls["exit_code"] == 0
@@ -318,6 +321,7 @@ def test_mlflow_receives_a_resumable_run(tmp_path: Path, monkeypatch: pytest.Mon
         "updated": [],
         "ended": [],
         "uris": [],
+        "places": [],
     }
 
     class Client:
@@ -327,7 +331,8 @@ def test_mlflow_receives_a_resumable_run(tmp_path: Path, monkeypatch: pytest.Mon
         def get_experiment_by_name(self, name: str) -> None:
             return None
 
-        def create_experiment(self, name: str) -> str:
+        def create_experiment(self, name: str, artifact_location: str | None) -> str:
+            calls["places"].append(artifact_location)
             return f"id of {name}"
 
         def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
@@ -358,11 +363,16 @@ def test_mlflow_receives_a_resumable_run(tmp_path: Path, monkeypatch: pytest.Mon
             sink.on_event(event)
         sink.close()
     assert calls["uris"] == [f"sqlite:///{tmp_path / 'mlflow.db'}"] * 2
+    assert calls["places"] == [(tmp_path / "mlflow-files").as_uri()], "not the working directory"
     assert calls["created"] == [("id of shardwright", "tiny")]
     assert calls["updated"] == [("abc", "RUNNING")]
     assert calls["ended"] == [("abc", "KILLED")] * 2
     metrics = {metric[0]: metric for _, batch, _ in calls["batches"] for metric in batch}
     assert metrics["train/loss"][1:] == (2.5, 0, 1)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    (tmp_path / "mlflow-run-id").unlink()
+    MLflow(tmp_path).on_event(make_start_event())
+    assert (calls["uris"][-1], calls["places"][-1]) == ("http://server", None)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(InputError, match=r"pip install 'shardwright\[mlflow\]'"):
         open_exporter("mlflow", tmp_path)

@@ -5,9 +5,12 @@ The only file of this package that imports transformers, inside functions.
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,31 @@ def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
     return instantiate(config, shape.code_folder, _register_parameters_on_meta(), eager=eager)
 
 
+@contextmanager
+def load_quietly() -> Iterator[None]:
+    """Let transformers load a model in the block without a progress bar, except in a terminal.
+
+    transformers imports torchao where it is installed. What torchao logs about itself at that
+    moment (kernels for GPUs, deprecations) does not concern the model.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    former = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        import_module("transformers.quantizers.auto")
+    finally:
+        logging.disable(former)
+    should_hide = not sys.stderr.isatty() and transformers_logging.is_progress_bar_enabled()
+    if should_hide:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if should_hide:
+            transformers_logging.enable_progress_bar()
+
+
 def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[Any, dict[str, Any]]:
     """Load a folder's model in float32 with transformers, and its report on the tensors.
 
@@ -51,11 +79,13 @@ def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[An
         "trust_remote_code": trust_remote_code,
     }
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    loaded: Any
     is_quantised = getattr(config, "quantization_config", None) is not None
     if is_quantised:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
         options["config"] = config
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    with load_quietly():
+        loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     if is_quantised:  # transformers leaves the other tensors in the dtype of the file
         loaded[0].float()
     return loaded
