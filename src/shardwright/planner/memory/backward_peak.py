@@ -180,17 +180,23 @@ def compute_peak_gradient_bytes(tensor_bytes: BlockTensorBytes) -> float:
     tensors."""
     live = peak = tensor_bytes.stream
     if tensor_bytes.is_repeated and tensor_bytes.routed:
-        # The end of the repeated forward pass: input of the feed-forward, unless rows are sent to
-        # other ranks, and results of experts in the order of experts, before and after the
+        # The end of the repeated forward pass: input of the feed-forward, unless parts of rows are
+        # sent to other ranks, and results of experts in the order of experts, before and after the
         # exchange. The gradient is gathered before it.
         num_parts = tensor_bytes.num_expert_parts
+        is_whole = num_parts == 1 and not (tensor_bytes.exchanged or tensor_bytes.unpadded)
         results = tensor_bytes.routed
-        if num_parts:
+        if is_whole:
+            # The rows that were sent, results in the order of the rank's experts, and those that
+            # have returned; before a gather the norm's output.
+            results *= 3.0
+            peak += tensor_bytes.should_gather_gradient * tensor_bytes.stream
+        elif num_parts:
             returned = tensor_bytes.unpadded or tensor_bytes.routed
             results = (tensor_bytes.routed + returned) / num_parts
+            peak -= tensor_bytes.stream
         peak += 2.0 * tensor_bytes.exchanged or results
         peak += tensor_bytes.gathered * (2.0 if tensor_bytes.should_gather_gradient else 1.0)
-        peak -= tensor_bytes.stream if num_parts else 0.0
     if tensor_bytes.is_repeated:
         peak = max(peak, live + compute_last_quantisation_bytes(tensor_bytes))
     for operation in _list_operations(tensor_bytes):

@@ -54,6 +54,8 @@ def count_adapter_elements(
             num_in = product.num_inputs / (layout.tp if product.sharding == "rows" else 1)
             num_out = product.num_outputs / (layout.tp if product.sharding == "columns" else 1)
             shards = layout.fsdp if layout.zero_stage >= 1 else 1
+            if product in kind.expert_matmuls:  # the ranks that have the same experts
+                shards = max(1, shards // layout.ep)
             width = adapter.rank + adapter.has_magnitudes  # of a row of B, with its magnitude
             matrices = adapter.rank * (num_in + num_out)
             local = matrices + adapter.has_magnitudes * num_out
@@ -74,8 +76,10 @@ def count_group_elements(
     *,
     should_skip_moved: bool = False,
     should_skip_frozen: bool = False,
+    is_smallest: bool = False,
 ) -> float:
-    """Count the elements of the largest group of blocks that is gathered together.
+    """Count the elements of the largest group of blocks that is gathered together, or of the
+    smallest one.
 
     `should_skip_moved` leaves out weights that are offloaded, `should_skip_frozen` frozen ones,
     which have no gradient to reduce.
@@ -87,7 +91,8 @@ def count_group_elements(
         for layer, count in zip(by_part.layers, load.layers, strict=True)
         if count
     ]
-    return max(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
+    choose = min if is_smallest else max
+    return choose(present, default=0.0) * min(candidate.layout.wrap_blocks, sum(load.layers))
 
 
 def count_root_elements(

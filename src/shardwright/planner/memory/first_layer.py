@@ -13,6 +13,7 @@ from shardwright.planner.memory.block_weights import (
     DOWN_ROLES,
     UP_ROLES,
     compute_adapter_input_bytes,
+    count_product_elements,
     find_frozen_products,
     has_own_inputs,
     list_adapter_inputs,
@@ -35,16 +36,10 @@ def compute_unsaved_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     its input or its results in any case. Of layers with parallel branches, and of experts, only the
     input of the first norm counts.
     """
-    layer = find_first_layer(facts)
-    has_trained_embedding = candidate.adapter is None and facts.is_embedding_trained
-    if layer is None or has_trained_embedding or not candidate.engine.has_ordered_frees:
+    found = _find_first_roles(facts, candidate)
+    if found is None:
         return 0.0
-    kind = facts.kinds[facts.slot_of_layer[layer]]
-    if get_layer_recompute(kind, candidate.recompute) != "none":
-        return 0.0
-    roles = _list_trained_roles(facts, kind, candidate)
-    if "norm" in roles:
-        return 0.0
+    kind, roles = found
     size = candidate.activation_bytes
     shape = facts.shape
     stream = candidate.residual_tokens * shape.hidden_size * size
@@ -66,6 +61,40 @@ def compute_unsaved_bytes(facts: ModelFacts, candidate: Candidate) -> float:
     saved -= _compute_mask_bytes(facts, kind, candidate, "down")
     saved += inner * ("down" not in find_frozen_products(kind, candidate))
     return get_layer_activations(facts, kind, candidate).saved_bytes - saved
+
+
+def count_unread_elements(facts: ModelFacts, candidate: Candidate) -> float:
+    """Count the elements of the matrices of the first layer with a gradient that compute no
+    gradient of their input: up to its first trained one, which computes that of its weight."""
+    found = _find_first_roles(facts, candidate)
+    if found is None:
+        return 0.0
+    kind, roles = found
+    elements = count_product_elements(facts, kind, candidate)
+    unread = elements.projections
+    others = roles.difference(("attention_out",), UP_ROLES, DOWN_ROLES)
+    if others or facts.shape.parallel_residual:
+        return unread
+    unread += elements.attention_out
+    if "attention_out" in roles or kind.shape.sparse:
+        return unread
+    return unread + elements.up + elements.down * roles.isdisjoint(UP_ROLES)
+
+
+def _find_first_roles(
+    facts: ModelFacts, candidate: Candidate
+) -> tuple[LayerKind, frozenset[str]] | None:
+    """Find the first layer with a gradient and the roles that are trained in it. None if it saves
+    as much as others."""
+    layer = find_first_layer(facts)
+    has_trained_embedding = candidate.adapter is None and facts.is_embedding_trained
+    if layer is None or has_trained_embedding or not candidate.engine.has_ordered_frees:
+        return None
+    kind = facts.kinds[facts.slot_of_layer[layer]]
+    if get_layer_recompute(kind, candidate.recompute) != "none":
+        return None
+    roles = _list_trained_roles(facts, kind, candidate)
+    return None if "norm" in roles else (kind, roles)
 
 
 def _list_trained_roles(facts: ModelFacts, kind: LayerKind, candidate: Candidate) -> frozenset[str]:

@@ -341,15 +341,18 @@ def _list_backward_moments(
     candidate: Candidate,
     load: StageLoad,
 ) -> tuple[tuple[float, float], ...]:
-    """List the moments in which each kind of layer is the first of its kind to run backward."""
+    """List the moments in which each kind of layer is the first of its kind to run backward; with
+    offloaded trained weights, also the first after the last layer, whose gradients leave."""
     layers, slots = _order_layers(facts, kinds, load)
-    moments: dict[int, tuple[float, float]] = {}
+    moments: dict[tuple[int, bool], tuple[float, float]] = {}
     freed = 0.0
     # The last pass may be an ending moment, which counts the groups that are gathered then.
     first = int(should_count_gathers(candidate))
     for slot in reversed(slots[first:]):
         layer = layers[slot]
-        moments.setdefault(slot, (freed, layer.recomputed_bytes + layer.gradient_bytes))
+        is_beside_leaving = candidate.offloads_trained_weights and len(moments) > 0
+        moment = (freed, layer.recomputed_bytes + layer.gradient_bytes)
+        moments.setdefault((slot, is_beside_leaving), moment)
         freed += layer.saved_bytes
     return tuple(moments.values())
 

@@ -31,19 +31,31 @@ class MovedWeights(NamedTuple):
     block_gradients: float = 0.0
     num_blocks: float = 0.0
     """Blocks of the rank, or groups."""
+    block_shares: tuple[float, ...] = ()
+    """Bytes of each block's weights as shares of the largest block's; () if the rank has not all
+    blocks, or blocks are equal."""
 
     @property
     def stored(self) -> float:
         """Bytes in the tier."""
         return self.weights + self.gradients
 
-    def compute_weight_bytes(self, num_blocks: float) -> float:
-        """Compute the bytes of the weights of this number of blocks, or of all, on the device."""
-        return min(num_blocks, self.num_blocks) * self.block_weights
+    def compute_weight_bytes(self, num_blocks: float, first: int | None = None) -> float:
+        """Compute the bytes of the weights of this number of blocks, or of all, on the device:
+        from the block `first` on, or of any."""
+        return self._count_blocks(num_blocks, first) * self.block_weights
 
-    def compute_gradient_bytes(self, num_blocks: float) -> float:
-        """Compute the bytes of the gradients of this number of blocks, or of all, on the device."""
-        return min(num_blocks, self.num_blocks) * self.block_gradients
+    def compute_gradient_bytes(self, num_blocks: float, first: int | None = None) -> float:
+        """Compute the bytes of the gradients of this number of blocks, or of all, on the device:
+        from the block `first` on, or of any."""
+        num_bytes = self._count_blocks(num_blocks, first) * self.block_gradients
+        return min(num_bytes, self.gradients)  # frozen blocks have none
+
+    def _count_blocks(self, num_blocks: float, first: int | None) -> float:
+        """Count blocks in sizes of the largest one."""
+        if first is None or not self.block_shares:
+            return min(num_blocks, self.num_blocks)
+        return sum(self.block_shares[first : first + int(num_blocks)])
 
 
 def compute_moved_weights(
@@ -57,6 +69,7 @@ def compute_moved_weights(
         facts.count_elements(candidate.layout, should_skip_frozen=True), candidate, layers
     )
     num_blocks = float(sum(layers))
+    wrap_blocks = 1
     if candidate.has_offloaded_shards:
         wrap_blocks = min(candidate.layout.wrap_blocks, sum(layers))
         largest *= wrap_blocks
@@ -71,7 +84,20 @@ def compute_moved_weights(
         largest * gradient,
         largest_trained * gradient,
         num_blocks,
+        _list_block_shares(facts, candidate, layers) if wrap_blocks == 1 else (),
     )
+
+
+def _list_block_shares(
+    facts: ModelFacts, candidate: Candidate, layers: tuple[int, ...]
+) -> tuple[float, ...]:
+    """List `MovedWeights.block_shares`, unless parameters are frozen: then weights and gradients of
+    a block have different shares."""
+    if len(layers) == 1 or sum(layers) < len(facts.slot_of_layer) or facts.frozen_names:
+        return ()
+    by_kind = [part.movable for part in facts.count_elements(candidate.layout).layers]
+    largest = max(by_kind)
+    return tuple(by_kind[slot] / largest for slot in facts.slot_of_layer) if largest else ()
 
 
 def _count_movable(

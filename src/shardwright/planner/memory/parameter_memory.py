@@ -78,9 +78,7 @@ def compute_persistent_memory(
         )
     unreduced = trained if candidate.has_offloaded_shards else resident
     accumulated = trained if candidate.has_resident_sums else resident
-    gradient_bytes = engine.get_gradient_bytes(master)
-    if candidate.has_bf16_masters and is_unsharded and stage >= 1:
-        gradient_bytes = candidate.reduce_bytes  # FSDP2 accumulates in the reduction's precision
+    gradient_bytes = _get_gradient_bytes(candidate, is_unsharded=is_unsharded)
     gradients = (unreduced.local if is_unsharded else accumulated.sharded) * gradient_bytes
     has_separate_shard = is_unsharded and stage >= 1 and engine.has_master_weights
     reduced = resident.sharded * master if has_separate_shard else 0.0
@@ -112,6 +110,13 @@ def compute_persistent_memory(
         offloaded,
         moved,
     )
+
+
+def _get_gradient_bytes(candidate: Candidate, *, is_unsharded: bool) -> float:
+    """Return the bytes of an accumulated gradient."""
+    if candidate.has_bf16_masters and is_unsharded and candidate.layout.zero_stage >= 1:
+        return candidate.reduce_bytes  # FSDP2 accumulates in the reduction's precision
+    return candidate.engine.get_gradient_bytes(candidate.master_bytes)
 
 
 def _compute_weight_bytes(
@@ -261,13 +266,17 @@ def _has_buckets(candidate: Candidate) -> bool:
     return layout.zero_stage == 0 and layout.dp_replicate * layout.fsdp > 1 and not sums_stages
 
 
-def compute_reduction_bytes(candidate: Candidate, num_elements: float) -> float:
+def compute_reduction_bytes(
+    candidate: Candidate, num_elements: float, *, is_accumulated: bool = False
+) -> float:
     """Compute bytes of a group's gradients in reduction: in the compute precision, and a copy
-    in the reduction's precision."""
+    in the reduction's precision. `is_accumulated`: `has_last_reduction`."""
     if candidate.adapter is not None:
         return 0.0
     if candidate.is_sharded:
         gather_bytes = candidate.engine.get_gather_bytes(candidate.activation_bytes)
+        if is_accumulated:  # those of the pass have been added to whole ones
+            gather_bytes = 0.0
         return num_elements * (gather_bytes + candidate.reduce_bytes)
     if not _has_buckets(candidate):
         return 0.0
@@ -285,6 +294,37 @@ def compute_pending_reduction_bytes(candidate: Candidate, num_elements: float) -
     if candidate.is_sharded and candidate.adapter is None:
         return num_elements * candidate.reduce_bytes
     return compute_reduction_bytes(candidate, num_elements)
+
+
+def has_last_reduction(candidate: Candidate, persistent: PersistentMemory) -> bool:
+    """Return True if FSDP2 adds up whole gradients and reduces them in the last micro-batch: then
+    those of each group become a shard."""
+    is_accumulated = candidate.gradient_accumulation_steps > 1
+    is_followed = candidate.engine.has_ordered_frees and candidate.is_sharded
+    return is_followed and is_accumulated and persistent.reduced_gradients > 0.0
+
+
+def compute_partly_reduced_bytes(
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    persistent: PersistentMemory,
+    num_groups: int | None = None,
+) -> float:
+    """Compute the bytes of gradients where FSDP2 has reduced those of one group to shards, or of
+    all but so many groups and the root (`has_last_reduction`). Layers that differ count as the
+    smallest group, or the largest."""
+    num_elements = persistent.gradients / _get_gradient_bytes(candidate, is_unsharded=True)
+    if num_groups is None:
+        num_reduced = count_group_elements(
+            facts, candidate, load, should_skip_frozen=True, is_smallest=True
+        )
+    else:
+        group = count_group_elements(facts, candidate, load, should_skip_frozen=True)
+        root = count_root_elements(facts, candidate, load, should_skip_frozen=True)
+        num_reduced = max(0.0, num_elements - root - num_groups * group)
+    share = num_reduced / num_elements
+    return (1.0 - share) * persistent.gradients + share * persistent.reduced_gradients
 
 
 def compute_pending_gradient_bytes(

@@ -27,19 +27,21 @@ from shardwright.planner.memory.live_activations import (
     compute_live_activations,
     should_count_gathers,
 )
-from shardwright.planner.memory.moved_weights import compute_updated_bytes
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_gathered_bytes,
     compute_gradient_bytes_at_loss,
+    compute_partly_reduced_bytes,
     compute_pending_gradient_bytes,
     compute_pending_reduction_bytes,
     compute_persistent_memory,
     compute_reduction_bytes,
     has_earlier_gradients,
+    has_last_reduction,
 )
 from shardwright.planner.memory.pipeline_peaks import list_pass_peaks
 from shardwright.planner.memory.stage_load import StageLoad
+from shardwright.planner.memory.update_peak import compute_update_peak
 from shardwright.planner.memory.weight_copies import (
     compute_offloaded_cast_bytes,
     compute_working_bytes,
@@ -69,7 +71,7 @@ def predict_memory(
     moments = (
         *list_peaks(facts, candidate, load, persistent, live),
         *_list_embedding_peaks(facts, candidate, load, persistent, live),
-        _compute_update_peak(candidate, persistent),
+        compute_update_peak(candidate, persistent),
     )
     peak = max(moments, key=lambda parts: parts.total)
     # At every moment. Not of `persistent`, which does not depend on micro-batches and recompute.
@@ -123,26 +125,6 @@ def _list_step_peaks(
         ),
         *list_forward_peaks(facts, candidate, load, persistent, live),
     ]
-
-
-def _compute_update_peak(candidate: Candidate, persistent: PersistentMemory) -> MemoryParts:
-    weight_bytes, gradient_bytes = compute_updated_bytes(candidate, persistent.moved)
-    return MemoryParts(
-        weights=persistent.weights,
-        optimizer=persistent.optimizer,
-        gradients=persistent.updated_gradients + gradient_bytes,
-        workspaces=_compute_update_temporaries(candidate, persistent),
-        gathered=weight_bytes,
-    )
-
-
-def _compute_update_temporaries(candidate: Candidate, persistent: PersistentMemory) -> float:
-    trained = persistent.trained_parameters
-    if candidate.offload != "none":
-        return 0.0
-    return candidate.engine.compute_update_temporary_bytes(
-        candidate.optimizer, trained.sharded if candidate.layout.zero_stage else trained.local
-    )
 
 
 def _count_process_groups(candidate: Candidate) -> int:
@@ -230,14 +212,18 @@ def _compute_loss_peak(
         ]
     if persistent.moved.block_gradients and persistent.moved.num_blocks > 1:
         # The layer before the last one, whose gradients leave and whose saved tensors, casts of
-        # weights included, are freed.
+        # weights included, are freed; of layers that differ, each kind that follows the last one.
         num_freed = layout.wrap_blocks if has_shards else 1
-        others = max(0.0, saved - num_freed * live.largest_layer_bytes)
+        freed_bytes = min(saved, num_freed * live.largest_layer_bytes)
+        next_layer = (freed_bytes, live.recomputed_bytes + live.gradient_bytes)
+        others = live.backward_moments[1:] or (next_layer,)
+        casts = 0.0
         if any(has_saved_casts(candidate, kind) for kind in facts.kinds):
-            others -= count_group_elements(facts, candidate, load) * candidate.activation_bytes
-        moments.append(
-            _Moment(others + live.recomputed_bytes + live.gradient_bytes, remaining, beside_leaving)
-        )
+            casts = count_group_elements(facts, candidate, load) * candidate.activation_bytes
+        moments += [
+            _Moment(saved - freed - casts + added, remaining, beside_leaving)
+            for freed, added in others
+        ]
     is_norm_fused = candidate.has_fused_norms or candidate.has_fused_functions
     if load.has_head and facts.has_hidden_gradient and not is_norm_fused:
         # The last norm's gradient, before any layer has freed activations; the norm's output
@@ -252,12 +238,19 @@ def _compute_loss_peak(
                     stream, candidate.activation_bytes, is_fused=not is_unfused
                 ),
                 remaining,
-                at_loss,
+                in_backward if has_shards else at_loss,  # FSDP2 gathers it with the last group
             )
         )
     num_reduced_elements = count_group_elements(facts, candidate, load, should_skip_frozen=True)
-    reduction = compute_reduction_bytes(candidate, num_reduced_elements)
+    is_last = has_last_reduction(candidate, persistent)
+    reduction = compute_reduction_bytes(candidate, num_reduced_elements, is_accumulated=is_last)
     if reduction:
+        share = 1.0
+        if is_last:
+            if load.num_stages == 1:  # no other micro-batch is in flight
+                saved += live.compute_saved_bytes(1.0)
+                saved -= live.compute_saved_bytes(load.num_in_flight)
+            share = compute_partly_reduced_bytes(facts, candidate, load, persistent) / gradients
         # Offloaded layers return as others are freed.
         num_reduced = 0 if live.is_offloaded else min(layout.wrap_blocks, sum(load.layers))
         reduced = num_reduced * live.largest_layer_bytes
@@ -271,7 +264,11 @@ def _compute_loss_peak(
         in_reduction = compute_pending_reduction_bytes(candidate, num_reduced_elements)
         moments += [
             _Moment(
-                saved - max(freed, reduced) + added, remaining, in_reduced, workspaces=in_reduction
+                saved - max(freed, reduced) + added,
+                remaining,
+                in_reduced,
+                workspaces=in_reduction,
+                gradient_share=share,
             )
             for freed, added in live.backward_moments
             if not _has_one_backward_group(candidate, live)
@@ -365,12 +362,17 @@ def _compute_backward_peak(
     if not candidate.engine.has_ordered_frees:
         workspaces += _compute_second_embedding_bytes(facts, candidate, load)
     gradients = persistent.gradients + persistent.reduced_gradients
+    if has_last_reduction(candidate, persistent):
+        # Of a rank's stages one is reduced at a time.
+        num_groups = None if load.num_stages > 1 else -(-num_layers // layout.wrap_blocks)
+        gradients = compute_partly_reduced_bytes(facts, candidate, load, persistent, num_groups)
     if candidate.adapter is None and load.has_embedding and not is_accumulated:
         num_pending = max(1, num_layers - live.num_frozen_layers)
         gradients -= compute_pending_gradient_bytes(
             facts, candidate, load, persistent, num_groups=-(-num_pending // layout.wrap_blocks)
         )
-    gradients += persistent.moved.compute_gradient_bytes(2.0)  # of this layer and the last one
+    # Of this layer and the last one.
+    gradients += persistent.moved.compute_gradient_bytes(2.0, num_layers - 1)
     return MemoryParts(
         weights=persistent.weights,
         optimizer=persistent.optimizer,
@@ -384,7 +386,9 @@ def _compute_backward_peak(
             should_include_root=False,
             num_pending=num_layers if should_count_gathers(candidate) else None,
         )
-        + persistent.moved.compute_weight_bytes(1.0 + max(num_returning, layout.pp > 1)),
+        + persistent.moved.compute_weight_bytes(
+            1.0 + max(num_returning, layout.pp > 1), num_layers - 1 - num_returning
+        ),
         workspaces=workspaces,
     )
 

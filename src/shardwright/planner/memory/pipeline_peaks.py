@@ -34,8 +34,10 @@ from shardwright.planner.memory.live_activations import (
 from shardwright.planner.memory.parameter_memory import (
     PersistentMemory,
     compute_gathered_bytes,
+    compute_partly_reduced_bytes,
     compute_pending_reduction_bytes,
     compute_reduction_bytes,
+    has_last_reduction,
 )
 from shardwright.planner.memory.stage_load import RankPass, StageLoad
 from shardwright.planner.model_costs import LayerKind, ModelFacts
@@ -103,6 +105,14 @@ def list_pass_peaks(
             for name, has_root in (("loss", True), ("backward", False))
         },
     }
+    num_moved = _count_moved_gradients(candidate)
+    is_followed = has_last_reduction(candidate, persistent)
+    reduced_bytes = 0.0 if is_followed else persistent.reduced_gradients
+    # Of a group whose gradients become shards in the last pass.
+    change = 0.0
+    if is_followed:
+        change = compute_partly_reduced_bytes(facts, candidate, load, persistent)
+        change -= persistent.gradients
     found = []
     for each in load.passes:
         gradients = sum(
@@ -121,14 +131,14 @@ def list_pass_peaks(
         others += (num_messages - _count_shared_inputs(load, each)) * message
         num_passes = (_count_saving_passes(stages, each) + 1.0) / load.num_stages
         others += live.gather_bytes + live.table_bytes * max(1.0, num_passes)
-        for moment in _list_moments(facts, candidate, load, each, stages[each.stage]):
+        for moment in _list_moments(facts, candidate, load, each, stages[each.stage], change):
             found.append(
                 MemoryParts(
                     weights=persistent.weights,
                     optimizer=persistent.optimizer,
                     gradients=gradients
-                    + persistent.reduced_gradients * each.is_last
-                    + persistent.moved.compute_gradient_bytes(2.0),
+                    + reduced_bytes * each.is_last
+                    + persistent.moved.compute_gradient_bytes(num_moved[each.kind]),
                     activations=others + moment.activations,
                     logits=moment.logits,
                     gathered=gathered[moment.gathers] + persistent.moved.compute_weight_bytes(2.0),
@@ -136,6 +146,18 @@ def list_pass_peaks(
                 )
             )
     return found
+
+
+def _count_moved_gradients(candidate: Candidate) -> dict[str, float]:
+    """Count the blocks whose offloaded gradients are on the device in each kind of pass: in a
+    forward pass, and where gradients are deferred, those that leave or return; in a backward pass
+    those of a block and of the last one, and those that return for the next one."""
+    has_shards = candidate.has_offloaded_shards
+    is_accumulated = candidate.gradient_accumulation_steps > 1
+    has_sums = has_shards and candidate.layout.zero_stage == 1
+    is_returning = is_accumulated and not (candidate.has_resident_sums or has_sums)
+    others = float(is_returning and not has_shards)
+    return {"F": others, "I": others, "B": (2.0 - has_shards) * is_returning + 1.0}
 
 
 def _count_shared_inputs(load: StageLoad, each: RankPass) -> int:
@@ -158,12 +180,17 @@ def _count_saving_passes(stages: list[_Stage], each: RankPass) -> int:
 
 
 def _list_moments(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, each: RankPass, stage: _Stage
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    each: RankPass,
+    stage: _Stage,
+    change: float,
 ) -> Iterator[_Moment]:
     if each.kind == "F":
         yield from _list_forward_moments(facts, candidate, stage)
     else:
-        yield from _list_backward_moments(facts, candidate, load, each, stage)
+        yield from _list_backward_moments(facts, candidate, load, each, stage, change)
 
 
 def _list_forward_moments(
@@ -187,9 +214,19 @@ def _list_forward_moments(
 
 
 def _list_backward_moments(
-    facts: ModelFacts, candidate: Candidate, load: StageLoad, each: RankPass, stage: _Stage
+    facts: ModelFacts,
+    candidate: Candidate,
+    load: StageLoad,
+    each: RankPass,
+    stage: _Stage,
+    change: float,
 ) -> Iterator[_Moment]:
-    """List the moments of a backward pass: of the last norm, and of each layer."""
+    """List the moments of a backward pass: of the last norm, and of each layer.
+
+    Args:
+        change: Bytes by which the reduction of a group changes gradients; 0 if those of every pass
+            are reduced.
+    """
     is_deferring = each.kind == "I"
     has_gradients = each.has_gradients[each.stage]
     remaining = 0.0
@@ -207,7 +244,9 @@ def _list_backward_moments(
                 remaining,
             )
     elements = count_group_elements(facts, candidate, load, should_skip_frozen=True)
-    reduction = compute_reduction_bytes(candidate, elements)
+    reduction = compute_reduction_bytes(candidate, elements, is_accumulated=change != 0.0)
+    if change and not each.is_last:
+        reduction = 0.0
     pending = 0.0
     after = 0.0
     for index in reversed(range(len(saved))):
@@ -226,6 +265,9 @@ def _list_backward_moments(
         if reduction:
             yield _Moment(before + after, remaining, reduction)
             pending = compute_pending_reduction_bytes(candidate, elements)
+            num_finished = len(saved) - index
+            if not is_deferring and num_finished % candidate.layout.wrap_blocks == 0:
+                after += change
 
 
 def _compute_last_norm_bytes(facts: ModelFacts, candidate: Candidate) -> float:
@@ -254,11 +296,25 @@ def _list_layers(
     return found
 
 
+def _count_gradient_elements(facts: ModelFacts, candidate: Candidate, own: StageLoad) -> float:
+    """Count the trained elements of some layers whose gradients stay on the device: without those
+    that are offloaded, unless FSDP2 adds them up there."""
+    trained = count_trained_elements(facts, candidate, own)
+    stays = candidate.has_resident_sums or (
+        candidate.has_offloaded_shards
+        and candidate.engine.should_store_unsharded_gradients(
+            candidate.layout.zero_stage, is_accumulated=candidate.gradient_accumulation_steps > 1
+        )
+    )
+    is_leaving = candidate.offloads_trained_weights and not stays
+    return trained.local - is_leaving * trained.movable
+
+
 def _count_layer_elements(facts: ModelFacts, candidate: Candidate, kind: LayerKind) -> float:
-    """Count the trained elements of one layer on this rank."""
+    """Count the same of one layer on this rank."""
     layers = tuple(int(each.slot == kind.slot) for each in facts.kinds)
     own = StageLoad(layers, has_embedding=False, has_head=False)
-    return count_trained_elements(facts, candidate, own).local
+    return _count_gradient_elements(facts, candidate, own)
 
 
 def _build_stages(
@@ -266,8 +322,8 @@ def _build_stages(
 ) -> list[_Stage]:
     message = candidate.residual_tokens * facts.shape.hidden_size * candidate.activation_bytes
     embedding_bytes, head_bytes = compute_end_activation_bytes(facts, candidate)
-    trained = persistent.trained_parameters.local
-    gradient_bytes = persistent.gradients / trained if trained else 0.0
+    num_elements = _count_gradient_elements(facts, candidate, load)
+    gradient_bytes = persistent.gradients / num_elements if num_elements else 0.0
     stages = []
     for layers, num_layers in load.stages:
         kinds = [facts.kinds[facts.slot_of_layer[layer]] for layer in layers]
@@ -278,7 +334,7 @@ def _build_stages(
             _Stage(
                 _list_layers(facts, candidate, layers),
                 has_head,
-                count_trained_elements(facts, candidate, own).local * gradient_bytes,
+                _count_gradient_elements(facts, candidate, own) * gradient_bytes,
                 [_count_layer_elements(facts, candidate, kind) * gradient_bytes for kind in kinds],
                 embedding_bytes if has_embedding else message * (not kinds[0].has_backward),
                 head_bytes if has_head else message,

@@ -9,6 +9,7 @@ from shardwright.planner.memory.element_counts import (
     count_group_elements,
     count_root_elements,
 )
+from shardwright.planner.memory.first_layer import count_unread_elements
 from shardwright.planner.memory.moved_weights import compute_moved_weights
 from shardwright.planner.memory.stage_load import StageLoad
 from shardwright.planner.model_costs import (
@@ -49,6 +50,8 @@ def count_cast_elements(
         for kind, layer, count in zip(facts.kinds, elements, load.layers, strict=True)
         if not kind.has_backward
     )
+    if candidate.layout.pp == 1:
+        unsaved += count_unread_elements(facts, candidate)
     root = count_root_elements(facts, candidate, load)
     return max(0.0, parameters.local_matrices - root - unsaved)
 
