@@ -41,9 +41,10 @@ class OffloadSection(RecipeSection):
     update_on: UpdatePlace = "auto"
     """Place of the optimizer's update with `optimizer: host` or `disk` on a GPU. `device`: the
     moments pass through it. `host`: gradients and weights are copied to pinned host memory during
-    the backward pass, the CPU updates them (adamw, adamw_8bit, sgd), and the weights return; its
-    kernels may round differently. `auto` is `device`, unless the rates of `cluster.profile` say
-    that `host` is faster. On a CPU the two are the same."""
+    the backward pass, the CPU updates them (adamw, adamw_8bit, sgd), and the weights return; those
+    that `parameters` moves are updated in their tier. Its kernels may round differently. `auto` is
+    `device`, unless the rates of `cluster.profile` say that `host` is faster. On a CPU the two are
+    the same."""
     dir: LocalFolderText | None = None
     """Folder on a local disk for the scratch files of `disk`; default the run folder. The files
     have no name, and the operating system removes them when the run ends, however it ends."""
@@ -55,7 +56,7 @@ class OffloadSection(RecipeSection):
     of a block, at most two of the three, keeps its buckets from step to step, so larger buffers
     move fewer bytes.
     `activations: disk` has two buffers in host memory; `parameters: disk` has one, for trained
-    weights two."""
+    weights two, and with `update_on: host` at least this size."""
     read_ahead_bytes: Annotated[_AheadBytes, SizeWithUnit()] = "auto"
     """Device memory beyond the three buffers for moments in host memory that are read during the
     passes before an update on the device, which then waits for fewer. `auto` is what remains free

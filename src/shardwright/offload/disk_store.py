@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from shardwright.offload.store import Swap, TransferCounts
 from shardwright.units import format_bytes
 
 logger = logging.getLogger("shardwright")
+
+_Result = TypeVar("_Result")
 
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _LARGE_PAGE_BYTES = 2 * 2**20
@@ -122,7 +124,7 @@ class DiskStore:
             staged = self._staged[index] = memory.result()
             with suppress(RuntimeError):  # the interpreter exits, and nobody waits for the parts
                 read = self._reader.submit(self._read, staged, bucket, pending_write)
-                read.add_done_callback(partial(_pass_result, parts))
+                read.add_done_callback(partial(pass_result, parts))
 
         self._take(index, bucket.num_bytes).add_done_callback(start)
         return Swap(index, bucket, parts)
@@ -242,7 +244,7 @@ class DiskStore:
             ) from error
 
 
-def _pass_result(target: Future[list[Tensor]], source: Future[list[Tensor]]) -> None:
+def pass_result(target: Future[_Result], source: Future[_Result]) -> None:
     """End a future as another one has ended."""
     if source.cancelled():
         target.cancel()

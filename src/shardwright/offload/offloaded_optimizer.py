@@ -9,6 +9,7 @@ stay where they are (docs/decisions/0078-offloaded-optimizer.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -113,8 +114,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             bucket_bytes if optimizer.is_divisible else 1 << 62,
             should_fill=should_fill_buckets,
         )
-        is_in_store = parameters is not None and parameters.is_updated_on_host
-        self._updated_in_store = parameters if is_in_store else None
+        self._store_update = None if parameters is None else parameters.prepare(self._partition)
         tensors = {name: parameter for name, (parameter, _) in self._members.items()}
         for name in frozenset() if parameters is None else tensors.keys() & parameters.names:
             del tensors[name]
@@ -294,11 +294,8 @@ class OffloadedOptimizer(ShardedOptimizer):
         ]
         if self._host_update is not None and not self.is_updating:
             self._host_update.begin_update()
-        ended_units: dict[int, int] = {}
-        if self._updated_in_store is not None:
-            find_unit = self._updated_in_store.find_unit
-            ended_units = self._partition.find_ended_units(order, find_unit)
-            self._updated_in_store.begin_host_update(ended_units.values())
+        if self._store_update is not None:
+            self._store_update.begin(order, updated)
         self._stream.begin(order)
         unit: int | None = None
         for index in order:
@@ -309,7 +306,7 @@ class OffloadedOptimizer(ShardedOptimizer):
                 for piece in pieces
                 if piece.name in updated and (inputs is not None or self._is_updated(piece.name))
             ]
-            if self._parameters is not None and self._updated_in_store is None:
+            if self._parameters is not None and self._store_update is None:
                 names = [piece.name for piece in planned]
                 following = self._parameters.find_unit(names)
                 if following is not None and following != unit:
@@ -317,13 +314,14 @@ class OffloadedOptimizer(ShardedOptimizer):
                     self.optimizer.finish_update()
                     unit = following
                 self._parameters.bring_for_update(names)
-            with self._stream.open_bucket(index) as parts:
+            opened: AbstractContextManager[None] = nullcontext()
+            if self._store_update is not None:
+                opened = self._store_update.open_bucket(index)
+            with opened, self._stream.open_bucket(index) as parts:
                 built = [self._build_piece(piece, parts, inputs) for piece in planned]
                 self._update_pieces(built, factor)
             if self._overlap is not None:
                 self._end_bucket(self._overlap, planned, inputs)
-            if self._updated_in_store is not None and index in ended_units:
-                self._updated_in_store.end_host_update_of(ended_units[index])
         self._stream.end()
         self.optimizer.finish_update()
         if self._host_update is not None:
@@ -395,7 +393,7 @@ class OffloadedOptimizer(ShardedOptimizer):
             self._host_update.copy_back(piece.local.view(target.shape), target)
 
     def _is_updated_in_store(self, name: str) -> bool:
-        return self._updated_in_store is not None and name in self._updated_in_store.names
+        return self._store_update is not None and self._store_update.has_weight(name)
 
     def _is_updated(self, name: str) -> bool:
         parameter, group = self._members[name]
@@ -409,6 +407,8 @@ class OffloadedOptimizer(ShardedOptimizer):
         parts: Sequence[Tensor],
         inputs: Mapping[str, _UpdateInputs] | None,
     ) -> ParameterPiece:
+        state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
+        state["step"] = self._step_counts[piece]
         parameter, group = self._members[piece.name]
         local = get_local_tensor(parameter.detach())
         whole: Tensor | None = None
@@ -416,8 +416,10 @@ class OffloadedOptimizer(ShardedOptimizer):
             whole, group = inputs[piece.name]
         if whole is not None:
             gradient = get_local_tensor(whole)
-        elif self._updated_in_store is not None and piece.name in self._updated_in_store.names:
-            local, gradient = self._updated_in_store.view_for_update(piece.name)
+        elif self._store_update is not None and self._store_update.has_weight(piece.name):
+            return ParameterPiece(
+                piece.name, *self._store_update.view(piece), state, group, piece.first_element
+            )
         elif self._host_update is not None:
             local = self._host_update.get_weights(piece.name)
             gradient = self._host_update.get_gradient(piece.name)
@@ -425,16 +427,14 @@ class OffloadedOptimizer(ShardedOptimizer):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = get_local_tensor(parameter.grad)
-        state: dict[str, Any] = {key: view.read(parts) for key, view in piece.views.items()}
-        state["step"] = self._step_counts[piece]
-        first_element = None
-        if piece.num_rows is not None:
-            rows = slice(piece.first_row, piece.first_row + piece.num_rows)
-            shape = (-1,) if piece.row_length == 1 else (-1, piece.row_length)
-            local = local.view(shape)[rows]
-            gradient = gradient.reshape(shape)[rows]
-            first_element = piece.first_row * piece.row_length
-        return ParameterPiece(piece.name, local, gradient, state, group, first_element)
+        return ParameterPiece(
+            piece.name,
+            piece.select(local),
+            piece.select(gradient),
+            state,
+            group,
+            piece.first_element,
+        )
 
     def close(self) -> None:
         """Discard the state and free the store. No step may follow, and the weights may be those

@@ -17,6 +17,7 @@ from shardwright.offload.parameter_store import DiskParameterStore
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.state_buckets import StatePartition
 from shardwright.offload.store import HostStore, Store
+from shardwright.offload.store_update import StagedUpdate, StoreUpdate
 from shardwright.offload.update_overlap import UpdateOverlap
 from shardwright.optim.sharded_optimizer import GradientListener, ShardedModel
 from shardwright.units import format_bytes
@@ -133,8 +134,8 @@ def build_parameter_offload(
 ) -> ParameterOffload | None:
     """Build the offloading of trained weights; None with `host` on a CPU, where nothing moves.
 
-    With `host` on a GPU weights and gradients are in pinned memory, where `update_on: host` updates
-    them.
+    With `host` on a GPU weights and gradients are in pinned memory. `update_on: host` updates them
+    there; those on disk pass through staging memory.
 
     Args:
         default_folder: folder of the scratch file if the section names none.
@@ -143,13 +144,16 @@ def build_parameter_offload(
     Raises:
         OffloadFailed: the folder cannot be written.
     """
+    has_host_update = device.type == "cuda" and section.update_on == "host"
     if section.parameters != "disk":
         if section.parameters == "none" or device.type == "cpu":
             return None
-        store = PinnedParameterStore(device)
-        return kind(store, "host", device, is_updated_on_host=section.update_on == "host")
+        pinned = PinnedParameterStore(device)
+        return kind(pinned, "host", StoreUpdate(pinned) if has_host_update else None)
     folder = default_folder if section.dir is None else Path(section.dir)
-    return kind(DiskParameterStore(folder, section.buffer_bytes, device), "disk", device)
+    store = DiskParameterStore(folder, section.buffer_bytes, device)
+    update = StagedUpdate(store, section.buffer_bytes, device) if has_host_update else None
+    return kind(store, "disk", update)
 
 
 def describe_parameter_offload(offload: ParameterOffload | None) -> str:
@@ -163,5 +167,5 @@ def describe_parameter_offload(offload: ParameterOffload | None) -> str:
     return (
         f"offload: {format_bytes(offload.num_bytes)} of weights of this rank's blocks, and their "
         f"gradients, are in {place} of {format_bytes(offload.stored_bytes)}"
-        f"{', where the host updates them' if offload.is_updated_on_host else ''}"
+        f"{', and the host updates them' if offload.store_update is not None else ''}"
     )

@@ -12,8 +12,8 @@ weights. Which gradients I computes is learnt. One that has not been brought is 
 leaves (docs/decisions/0223-offloaded-weights-and-split-backward-passes.md).
 
 [Note: weights that do not move] If working weights stay on the device, a block needs its own
-weights only to write them: after an update. The host updates weights and gradients where they are,
-in pinned memory (docs/decisions/0265-master-weights-in-host-memory.md).
+weights only to write them: after an update. The host may update weights by gradients in the store,
+without the device (`store_update.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from shardwright.config.offload import OffloadTier
@@ -33,8 +32,9 @@ from shardwright.model.products.working_weights import WorkingWeights
 from shardwright.numerics import scale_
 from shardwright.offload.block_uses import BlockUses, Use
 from shardwright.offload.parameter_store import ParameterStore
-from shardwright.offload.state_buckets import round_to_pages
+from shardwright.offload.state_buckets import StatePartition, round_to_pages
 from shardwright.offload.store import TransferCounts, TransferReporter
+from shardwright.offload.store_update import FinishPiece, StoreUpdate
 from shardwright.offload.trained_block import BlockMember, TrainedBlock, WeightMemory
 from shardwright.offload.weight_offload import read_bytes
 
@@ -49,16 +49,17 @@ class ParameterOffload(BlockUses):
         self,
         store: ParameterStore,
         tier: OffloadTier,
-        device: torch.device,
-        *,
-        is_updated_on_host: bool = False,
+        store_update: StoreUpdate | None = None,
     ) -> None:
+        """
+        Args:
+            store_update: lets the host update the weights in the store; None updates them on the
+                device.
+        """
         super().__init__()
         self.store = store
         self.tier = tier
-        self.device = device
-        self.is_updated_on_host = is_updated_on_host
-        """True if the host updates the weights in the store."""
+        self.store_update = store_update
         self.num_bytes = 0
         """Bytes of the weights of this rank's blocks."""
         self.names: frozenset[str] = frozenset()
@@ -77,10 +78,6 @@ class ParameterOffload(BlockUses):
         self._updated_layers: set[int] = set()
         """Layers that the running update has brought."""
         self._working_weights: WorkingWeights | None = None
-        self._copied_layer: int | None = None
-        """Layer whose weights are on their way to working weights, after an update on the host."""
-        self._pending_layers: set[int] = set()
-        """Layers that a running update on the host has not reached: their weights are old."""
 
     @property
     def stored_bytes(self) -> int:
@@ -150,6 +147,8 @@ class ParameterOffload(BlockUses):
     def write_copies(self, working_weights: WorkingWeights) -> None:
         """Write working weights of blocks when their weights are on the device."""
         self._working_weights = working_weights
+        if self.store_update is not None:
+            self.store_update.working_weights = working_weights
         for block in self._blocks.values():
             working_weights.leave_out(block.parameters)
 
@@ -185,7 +184,7 @@ class ParameterOffload(BlockUses):
     def _prepare_host_update(self) -> None:
         """Let training's stream wait for all transfers before an update on the host, so that the
         host knows of their end when it has read the gradient norm."""
-        if self.is_updated_on_host and self._completed_layers:
+        if self.store_update is not None and self._completed_layers:
             for block in self._blocks.values():
                 block.release()
 
@@ -215,12 +214,16 @@ class ParameterOffload(BlockUses):
             self._launch(following)
 
     def _launch(self, use: Use) -> None:
-        if use[0] in self._pending_layers:
+        if self._is_pending(use[0]):
             return  # its update ends before its own use
         block = self._blocks[use[0]]
         if self._needs_weights(use):
             block.launch(self.store)
         block.launch_gradients(self.store, self._list_members(use))
+
+    def _is_pending(self, unit: int) -> bool:
+        """Return True if a running update on the host has not reached a unit."""
+        return self.store_update is not None and unit in self.store_update.pending_units
 
     def _needs_weights(self, use: Use) -> bool:
         """Return True if a block reads its weights, and not working weights in their place."""
@@ -251,7 +254,7 @@ class ParameterOffload(BlockUses):
     def _release_others(self, layers: Collection[int]) -> None:
         """Free blocks; those that are being written are freed the next time."""
         for layer, block in self._blocks.items():
-            if layer in layers:
+            if layer in layers or self._is_pending(layer):
                 continue
             if block.is_changed:
                 if self._finish_weights is not None:
@@ -284,9 +287,29 @@ class ParameterOffload(BlockUses):
 
     # Update
 
-    def watch_updates(self, finish: Callable[[Sequence[str]], None]) -> None:
-        """Call a function with the names of updated weights before they leave the device."""
+    def prepare(self, partition: StatePartition) -> StoreUpdate | None:
+        """Prepare for updates in these buckets of moments; return that on the host, if any."""
+        if self.store_update is not None:
+            self.store_update.prepare(self._blocks, partition)
+        return self.store_update
+
+    def watch_updates(
+        self, finish: Callable[[Sequence[str]], None], finish_piece: FinishPiece
+    ) -> None:
+        """Call a function with the names of updated weights before they leave the device.
+
+        Args:
+            finish_piece: Called for each piece that the host has updated.
+        """
         self._finish_weights = finish
+        if self.store_update is not None:
+            self.store_update.finish_piece = finish_piece
+
+    def count_staging_bytes(self, buffer_bytes: int) -> int:
+        """Count the host memory through which weights on disk pass if the host updates them."""
+        if self.store_update is None or self.tier != "disk":
+            return 0
+        return self.store_update.count_staging_bytes(buffer_bytes)
 
     def has_gradient(self, name: str) -> bool:
         """Return True if the store has a gradient of an offloaded parameter."""
@@ -337,50 +360,11 @@ class ParameterOffload(BlockUses):
         block.launch(self.store)
         block.launch_gradients(self.store, block.members)
 
-    def begin_host_update(self, layers: Iterable[int]) -> None:
-        """Wait for all gradients; the host may update the weights of these units in the store
-        then."""
-        for block in self._blocks.values():
-            block.store_gradients(self.store)
-            block.release()
-        self.store.synchronise()
-        self._pending_layers.update(layers)
-
-    def view_for_update(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return views of a weight and its gradient in the store, for an update on the host."""
-        block, member = self._find(name)
-        return (
-            self._view(member, block.weight_place + member.offset),
-            self._view(member, block.gradient_place + member.gradient_offset),
-        )
-
-    def end_host_update_of(self, layer: int) -> None:
-        """Bring the weights of a unit that the host has updated, to write its working weights,
-        while it updates the next."""
-        self._pending_layers.discard(layer)
-        if self._working_weights is None:
-            return
-        block = self._blocks[layer]
-        self._working_weights.mark_changed(block.parameters)
-        block.launch(self.store)
-        self._finish_copies()
-        self._copied_layer = layer
-
-    def _finish_copies(self) -> None:
-        """Write the working weights of the unit before, unless a pass has done it."""
-        layer, self._copied_layer = self._copied_layer, None
-        if layer is not None and not self._has_copies(self._blocks[layer]):
-            block = self._blocks[layer]
-            block.finish()
-            self._update_copies(block)
-            block.free_weights()
-
     def finish_update(self) -> None:
         """Start to write the last blocks and to bring the first one, for the next pass."""
         self._updated_layers.clear()
-        if self.is_updated_on_host:
-            self._pending_layers.clear()
-            self._finish_copies()
+        if self.store_update is not None:
+            self.store_update.end()
             return
         self._release_others(())
         if self._layers:
@@ -412,14 +396,7 @@ class ParameterOffload(BlockUses):
             other.release()
         self.store.synchronise()
         block, member = self._find(name)
-        return self._view(member, block.weight_place + member.offset)
-
-    def _view(self, member: BlockMember, position: int) -> Tensor:
-        """Return a member's bytes from a position of the store on, as a tensor of its shape."""
-        if not member.num_bytes:  # ZeRO may leave this rank no row
-            return torch.empty(member.shape, dtype=member.parameter.dtype)
-        view = self.store.view(position, member.num_bytes)
-        return view.view(member.parameter.dtype).view(member.shape)
+        return member.view(self.store, block.weight_place + member.offset)
 
     def _find(self, name: str) -> tuple[TrainedBlock, BlockMember]:
         block = self._blocks[self._layer_of_name[name]]
@@ -444,4 +421,6 @@ class ParameterOffload(BlockUses):
             with suppress(OffloadFailed):  # the run has failed by it already
                 block.release()
         self._blocks.clear()
+        if self.store_update is not None:
+            self.store_update.close()
         self.store.close()

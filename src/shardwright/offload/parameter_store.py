@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.offload.activation_store import Wait
 from shardwright.offload.scratch_transfers import ScratchTransfers
+from shardwright.offload.staging_ring import StagedBucket
 from shardwright.offload.state_buckets import round_to_pages
 from shardwright.offload.store import TransferCounts
 from shardwright.units import format_bytes
@@ -149,6 +150,26 @@ class DiskParameterStore(ScratchTransfers):
         job = self._start_write(position, data)
         self._writes.append((position, position + data.numel(), job))
         return lambda: self._wait(job)
+
+    def read_staged(
+        self, staged: StagedBucket, pages: Sequence[tuple[int, Tensor]]
+    ) -> Future[StagedBucket]:
+        """Start to read pages from positions into their places in staging memory.
+
+        No write of these bytes is on its way. Any thread may call it.
+        """
+        return self._reader.submit(self._read_staged, staged, pages)
+
+    def _read_staged(
+        self, staged: StagedBucket, pages: Sequence[tuple[int, Tensor]]
+    ) -> StagedBucket:
+        for position, memory in pages:
+            self._read(position, memory, (), None)
+        return staged
+
+    def run_after_writes(self, function: Callable[[], None]) -> None:
+        """Run a function on the writer thread, after the writes that have been started."""
+        self._writer.submit(function)
 
     def synchronise(self) -> None:
         """Wait for all writes; a read has a wait of its own."""

@@ -128,7 +128,7 @@ class ScratchTransfers:
 
     def _select_direct_pages(self, memory: Tensor) -> Tensor:
         """Return the first bytes of `memory`, `[N]`, that direct I/O can reach: whole pages."""
-        if self._device.type != "cpu" or memory.data_ptr() % PAGE_BYTES:
+        if memory.device.type != "cpu" or memory.data_ptr() % PAGE_BYTES:
             return memory[:0]
         return memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
 

@@ -22,6 +22,7 @@ from shardwright.offload.block_uses import Phase, Use
 from shardwright.offload.parameter_offload import FinishGradients, ParameterOffload
 from shardwright.offload.parameter_store import ParameterStore
 from shardwright.offload.state_buckets import round_to_pages
+from shardwright.offload.store_update import StoreUpdate
 from shardwright.offload.trained_block import (
     BlockMember,
     TrainedBlock,
@@ -38,11 +39,9 @@ class ShardOffload(ParameterOffload):
         self,
         store: ParameterStore,
         tier: OffloadTier,
-        device: torch.device,
-        *,
-        is_updated_on_host: bool = False,
+        store_update: StoreUpdate | None = None,
     ) -> None:
-        super().__init__(store, tier, device, is_updated_on_host=is_updated_on_host)
+        super().__init__(store, tier, store_update)
         self._is_backward = False
         self._last_stored: int | None = None
         """Unit whose gradients have left last; their writes are waited for one unit later."""
@@ -154,7 +153,9 @@ class ShardOffload(ParameterOffload):
         if self._expected is not None:  # no reduction has followed
             self._blocks[self._expected].drop_gradients()
             self._expected = None
-        last = None if self.is_updated_on_host and self._completed_layers else self._last_stored
+        last = self._last_stored
+        if self.store_update is not None and self._completed_layers:
+            last = None
         for unit in self._blocks.keys() - {last}:
             self._finish_gradient_writes(unit)
         self._prepare_host_update()
@@ -165,7 +166,7 @@ class ShardOffload(ParameterOffload):
         unit, phase = use
         next_unit = None if following is None else following[0]
         for other, others_block in self._blocks.items():
-            if other not in (unit, next_unit):
+            if other not in (unit, next_unit) and not self._is_pending(other):
                 others_block.free_weights()
             if phase != "backward" or other != self._last_stored:
                 self._finish_gradient_writes(other)
@@ -182,7 +183,7 @@ class ShardOffload(ParameterOffload):
     def _launch(self, use: Use) -> None:
         """Start to bring a unit's shards if a gather or its working shards need them; gradients
         return when they are reduced."""
-        if use[0] not in self._pending_layers and self._needs_weights(use):
+        if not self._is_pending(use[0]) and self._needs_weights(use):
             self._blocks[use[0]].launch(self.store)
 
     def bring_gradients(self, unit: int, parameters: Collection[nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ update of the whole, and the bits are the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -82,6 +82,25 @@ class BucketPiece:
     is_last: bool = True
     """True if no later bucket has rows of this parameter."""
 
+    @property
+    def first_element(self) -> int | None:
+        """Place in the flattened local part; None if the piece is all of it."""
+        return None if self.num_rows is None else self.first_row * self.row_length
+
+    def select(self, local: Tensor) -> Tensor:
+        """Return this piece of a parameter's local part, a view if that is contiguous."""
+        if self.num_rows is None:
+            return local
+        shape = (-1,) if self.row_length == 1 else (-1, self.row_length)
+        return local.reshape(shape)[self.first_row : self.first_row + self.num_rows]
+
+    def get_shape(self, local_shape: torch.Size) -> torch.Size:
+        """Return the shape of `select` of a local part of this shape."""
+        if self.num_rows is None:
+            return local_shape
+        rest = () if self.row_length == 1 else (self.row_length,)
+        return torch.Size((self.num_rows, *rest))
+
 
 @dataclass(frozen=True)
 class StateBucket:
@@ -140,19 +159,6 @@ class StatePartition:
         """
         fitting = num_bytes // max(1, self.max_bucket_bytes)
         return min(len(self.buckets), max(_MIN_DEVICE_BUFFERS, fitting))
-
-    def find_ended_units(
-        self, order: Iterable[int], find_unit: Callable[[Iterable[str]], int | None]
-    ) -> dict[int, int]:
-        """Return the units that have a bucket in an update, by the index of their last bucket.
-
-        Args:
-            find_unit: Returns the unit of some of these parameters; None if they have none.
-        """
-        last = {
-            find_unit(piece.name for piece in self.buckets[index].pieces): index for index in order
-        }
-        return {index: unit for unit, index in last.items() if unit is not None}
 
     def compute_staging_bytes(self, buffer_bytes: int) -> int:
         """Compute the bytes of host memory through which state on disk passes: three buffers.

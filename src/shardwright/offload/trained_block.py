@@ -38,6 +38,12 @@ class BlockMember:
     num_bytes: int
     gradient_offset: int
 
+    def view(self, store: ParameterStore, position: int) -> Tensor:
+        """Return the bytes of a store from a position on as a tensor of this rank's part."""
+        if not self.num_bytes:  # ZeRO may leave this rank no row
+            return torch.empty(self.shape, dtype=self.parameter.dtype)
+        return store.view(position, self.num_bytes).view(self.parameter.dtype).view(self.shape)
+
 
 @dataclass(eq=False)
 class TrainedBlock:
@@ -78,11 +84,20 @@ class TrainedBlock:
         """Allocate the memory and start to read the weights."""
         if self.is_present or self.reads is not None:
             return
-        self.reads = []
+        reads = self.allocate()
         for memory in self.memories:
-            memory.data.untyped_storage().resize_(memory.storage_bytes)
             if memory.data.numel():
-                self.reads.append(store.read(self.weight_place + memory.offset, memory.data))
+                reads.append(store.read(self.weight_place + memory.offset, memory.data))
+
+    def allocate(self) -> list[Wait]:
+        """Allocate the memory of the weights if they are away; return the waits of their reads, to
+        which the caller adds its own."""
+        assert not self.is_present
+        if self.reads is None:
+            self.reads = []
+            for memory in self.memories:
+                memory.data.untyped_storage().resize_(memory.storage_bytes)
+        return self.reads
 
     def launch_gradients(self, store: ParameterStore, members: Iterable[BlockMember]) -> None:
         """Start to read those gradients that the store has and the device has not."""

@@ -68,8 +68,17 @@ class TrainedWeightStore(BlockWeightStore, Protocol):
         """Let the gradients of the last block leave, after the backward pass."""
         ...
 
-    def watch_updates(self, finish: Callable[[Sequence[str]], None]) -> None:
-        """Call a function with the names of updated weights before they leave the device."""
+    def watch_updates(
+        self,
+        finish: Callable[[Sequence[str]], None],
+        finish_piece: Callable[[str, int, Tensor], None],
+    ) -> None:
+        """Call a function with the names of updated weights before they leave the device.
+
+        Args:
+            finish_piece: Called with the name of a weight that the host updates, the first element
+                of an updated piece, and the piece.
+        """
         ...
 
     def has_gradient(self, name: str) -> bool:

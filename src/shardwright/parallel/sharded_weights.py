@@ -95,25 +95,37 @@ def copy_shards(
     """Let FSDP2 gather offloaded weights from copies of this rank's shards in `dtype`, in which it
     gathers.
 
-    Shards of this dtype have none. None if no weights leave the device, for example on a CPU.
+    The resident shards that are gathered with them, for example of norms, have copies too: torch
+    copies shards of one dtype by one kernel, and of two dtypes by one for each shard. Shards of
+    `dtype` have none. None if no weights leave the device, for example on a CPU.
     """
     if offload is None:
         return None
     offloaded = {item for name, item in decoder.named_parameters() if name in offload.names}
     copies: dict[Tensor, WorkingWeight] = {}
+    residents: list[tuple[Any, list[Tensor]]] = []
     for group in [group for module in fsdp_modules for group in list_parameter_groups(module)]:
+        if offloaded.isdisjoint(item.sharded_param for item in group.fsdp_params):
+            continue
+        residents.append((group, []))
         for item in group.fsdp_params:
             parameter = item.sharded_param
-            if parameter not in offloaded or parameter.dtype == dtype:
+            if parameter.dtype == dtype or not parameter.is_floating_point():
                 continue
-            # `data` has a version counter of its own: a shard that returns has not changed.
-            local = get_local_tensor(parameter.detach()).data
+            local = get_local_tensor(parameter.detach())
+            if parameter in offloaded:
+                # `data` has a version counter of its own: a shard that returns has not changed.
+                local = local.data
+            else:
+                residents[-1][1].append(parameter)
             flat = torch.zeros(
                 item.padded_sharded_param_size.numel(), dtype=dtype, device=local.device
             )
             item._sharded_param_data = flat
             copies[parameter] = WorkingWeight(local, flat[: local.numel()].view(local.shape))
     working_weights = WorkingWeights(copies)
+    for group, parameters in residents:
+        _cast_before_gather(group, working_weights, parameters)
     offload.write_copies(working_weights)
     return working_weights
 
@@ -196,6 +208,20 @@ def _bring_before_gather(
             local.record_stream(copying)
 
     group.unshard = bring_and_unshard
+
+
+def _cast_before_gather(
+    group: Any, working_weights: WorkingWeights, parameters: Sequence[Tensor]
+) -> None:
+    """Make an FSDP2 group cast its resident shards that have changed before it gathers."""
+    unshard: Callable[[bool], None] = group.unshard
+
+    def cast_and_unshard(async_op: bool = False) -> None:
+        if not (group.is_unsharded or group._all_gather_result is not None):
+            working_weights.update(parameters)
+        unshard(async_op)
+
+    group.unshard = cast_and_unshard
 
 
 def _bring_before_reduction(group: Any, unit: int, offload: TrainedShardStore) -> None:

@@ -28,6 +28,8 @@ class ZeroMask:
 
     def __init__(self, model: ParallelModel) -> None:
         self._masks: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._host_bits: dict[str, Tensor] = {}
+        """The same bits in host memory, of weights that the host updates."""
         count = elements = 0
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.ndim >= 2 and not name.endswith("bias"):
@@ -53,6 +55,21 @@ class ZeroMask:
         """Set preserved zeros to zero again."""
         for parameter, bits in self._select(names):
             _set_to_zero(get_local_tensor(parameter.detach()), bits)
+
+    @torch.no_grad()
+    def restore_piece(self, name: str, first_element: int, values: Tensor) -> None:
+        """Set preserved zeros to zero again in a piece of a weight that the host updates.
+
+        Args:
+            first_element: Place of the piece in this rank's flattened part; a multiple of 8.
+        """
+        if name not in self._masks:
+            return
+        if name not in self._host_bits:
+            self._host_bits[name] = self._masks[name][1].cpu()
+        assert first_element % 8 == 0
+        first = first_element // 8
+        _set_to_zero(values, self._host_bits[name][first : first + -(-values.numel() // 8)])
 
     def _select(self, names: Iterable[str]) -> list[tuple[nn.Parameter, Tensor]]:
         return [self._masks[name] for name in names if name in self._masks]
@@ -90,7 +107,7 @@ def keep_zeros(model: ParallelModel, optimizer: torch.optim.Optimizer) -> ZeroMa
     model.add_gradient_hook(partial(zero_mask.mask_gradients, resident))
     if model.trained_offload is not None:
         model.add_offloaded_gradient_hook(zero_mask.mask_gradients)
-        model.trained_offload.watch_updates(zero_mask.restore_zeros)
+        model.trained_offload.watch_updates(zero_mask.restore_zeros, zero_mask.restore_piece)
     if model.early_gathers is not None:
         model.early_gathers = None
         logger.info(

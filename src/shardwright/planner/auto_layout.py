@@ -36,6 +36,7 @@ from shardwright.planner.step_profile import (
     build_correction,
     describe_measurements,
 )
+from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan, resolve_precision
 from shardwright.units import format_bytes, format_seconds
 
@@ -91,7 +92,7 @@ def choose_layout(
     if correction is not None:
         _, chosen = correction.correct_search(result, partial(_keeps_settings, recipe, problem))
     if chosen is None and "offload" not in recipe.model_fields_set:
-        chosen = _choose_with_offload(predictor, problem)
+        chosen = _choose_with_offload(predictor, problem, resolved)
         if chosen is not None and correction is not None:
             chosen = correction.apply(chosen)
     if chosen is None:
@@ -208,7 +209,9 @@ def set_expert_dispatch(plan: Plan, order: ExpertDispatch, reason: str) -> Plan:
     return replace(plan, placement=placement, expert_dispatch_reason=reason)
 
 
-def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Prediction | None:
+def _choose_with_offload(
+    predictor: Predictor, problem: PlanningProblem, recipe: Recipe
+) -> Prediction | None:
     """Choose the best layout that fits with offloading; None if none does.
 
     One kind of state, whichever is the fastest, before two, before all three, and the host before
@@ -225,7 +228,7 @@ def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Pred
         }
         for num_kinds in (1, 2, 3):
             templates = [
-                replace(problem.template, **{name: kinds[name] for name in names})
+                _offload(recipe, problem.template, {name: kinds[name] for name in names})
                 for names in combinations(kinds, num_kinds)
                 if not (
                     "parameter_offload" in names
@@ -241,6 +244,14 @@ def _choose_with_offload(predictor: Predictor, problem: PlanningProblem) -> Pred
             if found:
                 return min(found, key=lambda prediction: prediction.time.step)
     return None
+
+
+def _offload(recipe: Recipe, template: Candidate, kinds: dict[str, Any]) -> Candidate:
+    """Return the template with offloading, updated where a run of it will be."""
+    candidate = replace(template, **kinds)
+    offloaded = recipe.model_copy(update=_build_offload_section(recipe, candidate))
+    place = choose_update_place(offloaded).place
+    return replace(candidate, is_updated_on_host=place == "host")
 
 
 def apply_compilation(recipe: Recipe, candidate: Candidate, template: Candidate) -> Recipe:

@@ -181,9 +181,11 @@ class Candidate:
 
     @property
     def _can_offload_weights(self) -> bool:
-        """True if `train` can offload weights: trained ones by `trained_offload_checks`."""
-        is_late = self.is_updated_on_host and (self.parameter_offload == "disk" or self.keeps_zeros)
-        is_updated = self.offload != "none" and self.optimizer != "sgd" and not is_late
+        """True if `train` can offload weights, trained ones with their update."""
+        has_place = (
+            not self.is_updated_on_host or OPTIMIZER_COSTS[self.optimizer].can_update_on_host
+        )
+        is_updated = self.offload != "none" and self.optimizer != "sgd" and has_place
         return self.reference != "frozen" and (self.adapter is not None or is_updated)
 
     @property

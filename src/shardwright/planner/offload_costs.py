@@ -72,6 +72,18 @@ def compute_ring_bytes(candidate: Candidate, layer_bytes: float) -> float:
     return min(3 * buffer_bytes, max(buffer_bytes, layer_bytes))
 
 
+def compute_weight_staging_bytes(candidate: Candidate, gradient_bytes: float) -> float:
+    """Compute the host memory through which a rank's offloaded weights on disk, and their
+    gradients, pass if the host updates them: `StoreUpdate.count_staging_bytes`."""
+    if not candidate.is_updated_on_host or candidate.parameter_offload != "disk":
+        return 0.0
+    state_bytes = candidate.engine.get_optimizer_bytes(candidate.optimizer, candidate.master_bytes)
+    bucket_elements = candidate.offload_buffer_bytes / max(1.0, state_bytes)
+    bucket_bytes = 2.0 * candidate.master_bytes * bucket_elements
+    buffer_bytes = candidate.resident_state_bytes / 2
+    return min(2.0 * gradient_bytes, max(buffer_bytes, 3.0 * bucket_bytes))
+
+
 def compute_host_update_seconds(
     candidate: Candidate,
     num_elements: float,
@@ -88,8 +100,8 @@ def compute_host_update_seconds(
     Gradients and weights leave during the last backward pass if they are complete then. Weights
     return, and moments on disk are transferred, during the update. It runs during the next forward
     pass, or, if nothing needs the norm first (`is_updated_in_backward`), during the last backward
-    pass. Offloaded weights and
-    gradients are updated where they are; if working weights stay on the device, these return.
+    pass. Offloaded weights and gradients in host memory are updated where they are; those on disk
+    are read, and the weights written. If working weights stay on the device, weights return.
 
     Args:
         num_offloaded: Those of the `num_elements` whose weights are offloaded.
@@ -108,12 +120,23 @@ def compute_host_update_seconds(
         layout.zero_stage >= 1 or layout.dp_replicate * layout.dp_shard * layout.cp == 1
     )
     seconds = [moved_bytes / get_host_memory_rate(profile), returning_bytes / link]
+    on_disk = 0.0
+    if candidate.offloads_trained_weights and candidate.parameter_offload == "disk":
+        on_disk = num_offloaded * candidate.master_bytes
+        if candidate.moves_weights:  # the forward pass reads the same disk
+            forward_seconds -= on_disk / get_transfer_rate("disk", profile)
+    moments = 0.0
     if candidate.optimizer_tier == "disk":
         state_bytes = candidate.engine.get_optimizer_bytes(
             candidate.optimizer, candidate.master_bytes
         )
-        moving_bytes = count_moving_moments(candidate, num_elements * state_bytes)
-        seconds.append(moving_bytes / get_transfer_rate("disk", profile))
+        moments = count_moving_moments(candidate, num_elements * state_bytes)
+    seconds.append(
+        compute_transfer_seconds(
+            (("disk", moments + 2 * on_disk, moments + on_disk),),
+            profile,
+        )
+    )
     leaving_seconds = 2 * resident_bytes / link
     hidden_share = (num_layers - 1) / num_layers
     if is_updated_in_backward(candidate):
@@ -123,7 +146,7 @@ def compute_host_update_seconds(
     exposed_seconds = max(seconds)
     if candidate.overlaps_update:
         exposed_seconds = compute_exposed_update_seconds(
-            exposed_seconds, first_share, forward_seconds * hidden_share
+            exposed_seconds, first_share, max(0.0, forward_seconds) * hidden_share
         )
     return exposed_seconds + max(0.0, leaving_seconds - is_early * backward_seconds)
 
@@ -157,10 +180,16 @@ def compute_exposed_update_seconds(
 
 
 def sum_tier_bytes(
-    candidate: Candidate, *, optimizer: float, parameters: float, activations: float
+    candidate: Candidate,
+    *,
+    optimizer: float,
+    parameters: float,
+    activations: float,
+    staged_weights: float = 0.0,
 ) -> dict[str, float]:
-    """Sum a rank's offloaded bytes by tier; staging buffers are not counted."""
-    totals: dict[str, float] = {"host": 0.0, "disk": 0.0}
+    """Sum a rank's offloaded bytes by tier. Of staging buffers only that of weights on disk is
+    counted (`compute_weight_staging_bytes`)."""
+    totals: dict[str, float] = {"host": staged_weights, "disk": 0.0}
     for tier, num_bytes in (
         (candidate.optimizer_tier, optimizer),
         (candidate.parameter_offload, parameters),

@@ -181,6 +181,32 @@ def _change_layout(**values: Any) -> _Change:
     return lambda candidate: replace(candidate, layout=replace(candidate.layout, **values))
 
 
+def _list_weight_offloads(
+    candidate: Candidate, tier: OffloadTier, *, is_cpu: bool
+) -> Iterator[tuple[str, str, _Change]]:
+    """Yield the offloading of trained weights, which return for the update with the moments, by
+    the place of the update, and with working weights on the device."""
+    settings: dict[str, dict[str, Any]] = {
+        f"offload.optimizer: {tier}": {"offload": OPTIMIZER_OFFLOADS[tier]},
+        f"offload.parameters: {tier}": {"parameter_offload": tier},
+    }
+    on_host: dict[str, dict[str, Any]] = {
+        "offload.update_on: host": {"is_updated_on_host": True},
+    }
+    copied: dict[str, dict[str, Any]] = {
+        "precision.working_weights: true": {"working_weights": True},
+    }
+    has_copies = (
+        candidate.working_weights == "auto" and candidate.activation_bytes < candidate.master_bytes
+    )
+    for places in ({}, on_host)[: 1 if is_cpu else 2]:
+        for copies in ({}, copied)[: 2 if has_copies else 1]:
+            chosen = settings | places | copies
+            *names, last = chosen
+            values = {key: value for part in chosen.values() for key, value in part.items()}
+            yield "offload", f"{', '.join(names)} and {last}", _change_candidate(**values)
+
+
 def _list_changes(
     problem: PlanningProblem, candidate: Candidate, *, is_cpu: bool
 ) -> Iterator[tuple[str, str, _Change]]:
@@ -216,12 +242,8 @@ def _list_changes(
             f"offload.activations: {tier}",
             _change_candidate(activation_offload=tier),
         )
-        if candidate.adapter is None:  # trained weights return for the update with the moments
-            yield (
-                "offload",
-                f"offload.optimizer: {tier} and offload.parameters: {tier}",
-                _change_candidate(offload=states, parameter_offload=tier),
-            )
+        if candidate.adapter is None:
+            yield from _list_weight_offloads(candidate, tier, is_cpu=is_cpu)
         else:
             yield (
                 "parameter offload",

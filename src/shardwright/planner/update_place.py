@@ -40,14 +40,12 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
         InputError: the profile cannot be read.
     """
     section = recipe.moved_offload
+    if recipe.run.device == "cpu":
+        return UpdateChoice("device", "the device is the CPU, so host and device are the same")
     if section.optimizer == "none":
         return UpdateChoice("device", "no states are offloaded")
     if section.update_on != "auto":
         return UpdateChoice(section.update_on, "the recipe says so")
-    if recipe.has_offloaded_trained_weights and section.parameters == "disk":
-        return UpdateChoice("device", "weights on disk return to the device for their update")
-    if recipe.has_offloaded_trained_weights and recipe.model.keep_zeros:
-        return UpdateChoice("device", "zeros of matrices are restored on the device")
     costs = OPTIMIZER_COSTS[choose_optimizer_kind(recipe.optimizer)]
     if not costs.can_update_on_host:
         return UpdateChoice("device", f"{recipe.optimizer.name} needs whole matrices of all ranks")
@@ -59,10 +57,10 @@ def choose_update_place(recipe: Recipe) -> UpdateChoice:
     tiers = load_profile(cluster.profile).tiers
     return _compare_rates(
         section.optimizer,
+        section.parameters if recipe.has_offloaded_trained_weights else "none",
         costs.state_bytes,
         tiers,
         cluster.profile,
-        has_offloaded_weights=recipe.has_offloaded_trained_weights,
     )
 
 
@@ -135,26 +133,33 @@ def find_backward_obstacle(
 
 def _compare_rates(
     tier: OffloadTier,
+    weight_tier: OffloadTier,
     state_bytes: float,
     tiers: TierRates,
     profile: str,
-    *,
-    has_offloaded_weights: bool,
 ) -> UpdateChoice:
     """Compare the seconds per parameter of both places.
 
     Copies of gradients and weights to the host run during the backward pass and count nothing.
-    Offloaded ones are on the host; for an update on the device they arrive with the moments.
+    Offloaded ones are on the host, or on disk; for an update on the device they arrive with the
+    moments.
+
+    Args:
+        tier: Of the moments.
+        weight_tier: Of trained weights and gradients.
     """
     link = tiers.host_link_bytes_per_second
     memory = tiers.host_memory_bytes_per_second
     disk = tiers.disk_both_bytes_per_second
-    if link is None or memory is None or (tier == "disk" and disk is None):
+    disk_bytes = (state_bytes if tier == "disk" else 0.0) + (
+        _OFFLOADED_BYTES if weight_tier == "disk" else 0.0
+    )
+    if link is None or memory is None or (disk_bytes and disk is None):
         return UpdateChoice(
             "device", f"{profile} has no rates of host memory, link and disk; measure them again"
         )
-    disk_seconds = state_bytes / disk if tier == "disk" and disk is not None else 0.0
-    arriving_bytes = state_bytes + (_OFFLOADED_BYTES if has_offloaded_weights else 0.0)
+    disk_seconds = 0.0 if disk is None else disk_bytes / disk
+    arriving_bytes = state_bytes + (0.0 if weight_tier == "none" else _OFFLOADED_BYTES)
     device_seconds = max(arriving_bytes / link, disk_seconds)
     host_seconds = max((_HOST_UPDATE_BYTES + 2 * state_bytes) / memory, 4.0 / link, disk_seconds)
     place: Literal["device", "host"] = "host" if host_seconds < device_seconds else "device"

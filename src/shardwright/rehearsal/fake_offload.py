@@ -6,6 +6,7 @@ Staging buffers are allocated: three for states, on the device of the update.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwright.offload.activation_store import Wait
 from shardwright.offload.staging_buffer import compute_staging_buffer_bytes
 from shardwright.offload.state_buckets import PAGE_BYTES, StatePartition
 from shardwright.offload.store import HostStore, Store, TransferCounts
+from shardwright.offload.store_update import StoreUpdate
 from shardwright.offload.weight_store import WeightRange
 from shardwright.parallel import ParallelModel
 from shardwright.planner.update_place import choose_update_place
@@ -143,13 +145,8 @@ def build_fake_weight_offload(
     if recipe.adapters is None:
         store = _CountingParameterStore(device, 2 * staging_bytes, live)
         kind = ShardOffload if is_sharded else ParameterOffload
-        return kind(
-            store,
-            section.parameters,
-            device,
-            is_updated_on_host=section.parameters == "host"
-            and choose_update_place(recipe).place == "host",
-        )
+        has_host_update = choose_update_place(recipe).place == "host"
+        return kind(store, section.parameters, StoreUpdate(store) if has_host_update else None)
     return WeightOffload(_CountingWeightStore(device, staging_bytes), section.parameters, device)
 
 
@@ -210,3 +207,20 @@ def build_fake_offloaded_optimizer(
         parameters=parameters,
     )
     return offloaded, torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+
+
+def sum_by_tier(
+    recipe: Recipe,
+    optimizer_bytes: int,
+    activation_bytes: int,
+    weight_offload: WeightOffload | ParameterOffload | None,
+) -> Counter[str]:
+    """Sum what is offloaded by tier, in bytes, with the staging memory of an update on the host."""
+    offload = recipe.moved_offload
+    by_tier: Counter[str] = Counter({offload.optimizer: optimizer_bytes})
+    by_tier[offload.activations] += activation_bytes
+    if weight_offload is not None:
+        by_tier[offload.parameters] += weight_offload.stored_bytes
+    if isinstance(weight_offload, ParameterOffload):
+        by_tier["host"] += weight_offload.count_staging_bytes(offload.buffer_bytes)
+    return by_tier

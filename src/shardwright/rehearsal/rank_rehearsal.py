@@ -6,7 +6,6 @@ Legend: B sequences, T tokens, H query heads, K key-value heads, E head_dim, V v
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from shardwright.rehearsal.fake_offload import (
     build_fake_activation_offload,
     build_fake_offloaded_optimizer,
     build_fake_weight_offload,
+    sum_by_tier,
 )
 from shardwright.rehearsal.live_memory import LiveMemoryTracker, MemoryContribution, use_phase
 from shardwright.rehearsal.repeated_micro_batches import ShortenedStep, UnitMarks, shorten_step
@@ -91,10 +91,9 @@ class RankRehearsal:
 
     @property
     def total_offloaded_bytes(self) -> int:
-        """Bytes in host memory or on disk at most: optimizer states, saved tensors, weights."""
-        return (
-            self.offloaded_bytes + self.offloaded_activation_bytes + self.offloaded_parameter_bytes
-        )
+        """Bytes in host memory or on disk at most: optimizer states, saved tensors, weights, and
+        the staging memory of weights on disk that the host updates."""
+        return self.host_bytes + self.disk_bytes
 
 
 def rehearse_rank(
@@ -193,7 +192,7 @@ def _rehearse_step(
     activation_bytes = 0 if activation_offload is None else activation_offload.peak_bytes
     parameter_bytes = 0 if weight_offload is None else weight_offload.stored_bytes
     offloaded_bytes = optimizer.num_bytes if isinstance(optimizer, OffloadedOptimizer) else 0
-    by_tier = _sum_by_tier(recipe, offloaded_bytes, activation_bytes, parameter_bytes)
+    by_tier = sum_by_tier(recipe, offloaded_bytes, activation_bytes, weight_offload)
     return RankRehearsal(
         rank=rank,
         coordinates=RankGrid(plan.layout).coordinates(rank),
@@ -227,18 +226,6 @@ def _run_passes(
         batches = batches[: shortened.num_micro_batches]
     accumulate_gradients(model, batches, seed=recipe.seed, step=0, times=marks, objective=objective)
     return len(batches)
-
-
-def _sum_by_tier(
-    recipe: Recipe, optimizer_bytes: int, activation_bytes: int, parameter_bytes: int
-) -> Counter[str]:
-    """Sum what is offloaded by tier, in bytes."""
-    by_tier: Counter[str] = Counter()
-    offload = recipe.moved_offload
-    by_tier[offload.optimizer] += optimizer_bytes
-    by_tier[offload.activations] += activation_bytes
-    by_tier[offload.parameters] += parameter_bytes
-    return by_tier
 
 
 def _begin_gathers(recipe: Recipe, model: ParallelModel) -> None:

@@ -24,7 +24,7 @@ from shardwright.parallel.experts.padded_exchange import find_padded_exchange
 from shardwright.parallel.parallel_model import ParallelModel
 from shardwright.parallel.update_units import list_update_units, wait_before_gathers
 from shardwright.planner.update_place import (
-    choose_update_place,
+    UpdateChoice,
     find_backward_obstacle,
     find_overlap_obstacle,
 )
@@ -38,11 +38,11 @@ def offload_moments(
     optimizer: torch.optim.Optimizer,
     model: ParallelModel,
     weight_offload: WeightOffload | ParameterOffload | None,
+    choice: UpdateChoice,
 ) -> OffloadedOptimizer:
     """Move the optimizer's states to the recipe's tier, and log where the update runs."""
     recipe = validated_run.recipe
     device = model.device
-    choice = choose_update_place(recipe)
     parameters = weight_offload if isinstance(weight_offload, ParameterOffload) else None
     overlap = None
     if device.type == "cuda":

@@ -240,8 +240,9 @@ def build_weight_reader(validated_run: ValidatedRun, dtype: torch.dtype) -> Slic
 def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingState:
     """Build model, optimizer, loss scaler and objective at step 0."""
     recipe = validated_run.recipe
+    choice = choose_update_place(recipe)
     weight_offload = offload_weights(
-        recipe.offload.model_copy(update={"update_on": choose_update_place(recipe).place}),
+        recipe.offload.model_copy(update={"update_on": choice.place}),
         validated_run.plan,
         device,
         RunFolder.from_recipe(recipe).path,
@@ -258,7 +259,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
     if recipe.offload.parameters != "none":
         logger.info("%s", _describe_offloaded_weights(weight_offload, recipe))
     update_device = device
-    if device.type == "cuda" and choose_update_place(recipe).place == "host":
+    if device.type == "cuda" and choice.place == "host":
         update_device = torch.device("cpu")
     optimizer = build_optimizer(
         model.named_parameters(),
@@ -281,7 +282,7 @@ def build_state(validated_run: ValidatedRun, device: torch.device) -> TrainingSt
         RunFolder.from_recipe(recipe).path,
     )
     if recipe.offload.optimizer != "none":
-        optimizer = offload_moments(validated_run, optimizer, model, weight_offload)
+        optimizer = offload_moments(validated_run, optimizer, model, weight_offload, choice)
     if recipe.model.keep_zeros:
         zeros = keep_zeros(model, optimizer)
         logger.info(

@@ -5,6 +5,7 @@ by events, the bits are those of resident shards, and the devices have less memo
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -289,6 +290,52 @@ def test_only_gradients_and_new_weights_of_working_shards_move(
     shard_bytes = NUM_BLOCKS * MATRIX_BYTES // 2
     for moved in device_ranks.run(2, count_moved, CASES[name], tmp_path, update_on):
         assert moved == (read * shard_bytes, written * shard_bytes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SHORT_CASES else pytest.mark.long) for name in CASES],
+)
+def test_the_host_updates_shards_that_are_on_disk(
+    tmp_path: Path, device_ranks: RankPool, name: str
+) -> None:
+    for different, _, _, present in device_ranks.run(
+        2, compare, CASES[name], tmp_path, "disk", "host"
+    ):
+        assert different == []
+        if name.startswith("working shards"):
+            assert present == 0
+
+
+def count_gather_kernels(case: Case, folder: Path) -> list[int]:
+    """Count the kernels of each copy of shards into a gather.
+
+    ATen's CUDA kernel (`ForeachBinaryOpList.cu`) takes sources of one dtype; otherwise it copies
+    each by itself. The test device has no kernel of that kind.
+    """
+    counts = []
+    original = torch._foreach_copy_
+
+    def count(targets: Any, sources: Any, *options: Any) -> None:
+        if sys._getframe(1).f_code.co_filename.endswith("_fsdp_collectives.py"):
+            num_dtypes = len({source.dtype for source in sources})
+            counts.append(1 if num_dtypes == 1 else len(sources))
+        original(targets, sources, *options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", count)
+        train_shards(case, folder, "host", "host")
+    return counts
+
+
+def test_one_kernel_copies_working_shards_into_a_gather(
+    tmp_path: Path, device_ranks: RankPool
+) -> None:
+    """Shards of norms, which stay on the device, are copied with them."""
+    case = replace(CASES["working shards of zero3"], is_compiled=False)
+    for counts in device_ranks.run(2, count_gather_kernels, case, tmp_path):
+        assert len(counts) >= 2 * 2 * NUM_BLOCKS * NUM_STEPS  # two copies of a gather, two passes
+        assert set(counts) == {1}
 
 
 def compare_without_queries(case: Case, folder: Path) -> tuple[list[str], int, int, int]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +16,14 @@ import torch
 from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
-from shardwright.errors import RecipeError
+from shardwright.errors import OffloadFailed
 from shardwright.offload import OffloadedOptimizer, ParameterOffload
+from shardwright.offload.parameter_store import DiskParameterStore
 from shardwright.offload.pinned_parameter_store import PinnedParameterStore
 from shardwright.offload.staging_buffer import StagingBuffer
 from shardwright.offload.store import TransferCounts
+from shardwright.offload.store_update import StagedUpdate
+from shardwright.training.checks import offload_checks
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from shardwright.training.setup import build_state
@@ -28,6 +35,7 @@ from tests.unit.training.test_offload_run import build_run, read_checkpoints
 ON_HOST = {"optimizer": "host", "parameters": "host", "buffer_bytes": 8192}
 ON_DISK = {"optimizer": "disk", "parameters": "disk", "buffer_bytes": 8192}
 UPDATED_ON_HOST = ON_HOST | {"update_on": "host"}
+FROM_DISK = ON_DISK | {"update_on": "host"}
 COPIED = {"kind": "bf16", "working_weights": True}
 
 
@@ -64,8 +72,8 @@ def test_a_run_writes_the_checkpoints_of_the_resident_run(
 @pytest.mark.parametrize(
     ("precision", "offloads"),
     [
-        ("fp32", [UPDATED_ON_HOST, UPDATED_ON_HOST | {"optimizer": "disk"}]),
-        (COPIED, [UPDATED_ON_HOST, ON_HOST, ON_DISK]),
+        ("fp32", [UPDATED_ON_HOST, UPDATED_ON_HOST | {"optimizer": "disk"}, FROM_DISK]),
+        (COPIED, [UPDATED_ON_HOST, ON_HOST, ON_DISK, FROM_DISK, FROM_DISK | {"optimizer": "host"}]),
     ],
     ids=["master weights", "working weights"],
 )
@@ -98,18 +106,36 @@ def test_a_block_without_an_update_is_brought_while_others_are_updated(tmp_path:
     assert not device.list_violations()
 
 
-def test_a_pruned_model_stays_pruned(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rule", "offloads"),
+    [("muon", [ON_DISK, ON_HOST]), ("adamw_8bit", [UPDATED_ON_HOST, FROM_DISK])],
+)
+def test_a_pruned_model_stays_pruned(
+    tmp_path: Path, rule: str, offloads: list[dict[str, object]]
+) -> None:
     model = {"path": write_pruned_model(tmp_path), "keep_zeros": True}
-    sections: dict[str, object] = {"model": model, "optimizer": {"name": "muon"}}
+    sections: dict[str, object] = {"model": model, "optimizer": {"name": rule}}
+    if rule != "muon":
+        sections["precision"] = COPIED
     train(build(tmp_path, "resident", {}, **sections))
     expected = read_checkpoints(tmp_path / "resident")
-    for run, offload in (("disk", ON_DISK), ("host", ON_HOST)):
-        train(build(tmp_path, run, offload, **sections))
-        assert read_checkpoints(tmp_path / run) == expected
+    for index, offload in enumerate(offloads):
+        train(build(tmp_path, f"run{index}", offload, **sections))
+        assert read_checkpoints(tmp_path / f"run{index}") == expected, offload
         assert not device.list_violations()
 
 
-@pytest.mark.parametrize(("first", "then"), [(ON_HOST, ON_DISK), (ON_DISK, ON_HOST), (ON_HOST, {})])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (ON_HOST, ON_DISK),
+        (ON_DISK, ON_HOST),
+        (ON_HOST, {}),
+        (FROM_DISK, {}),
+        ({}, FROM_DISK),
+        (FROM_DISK, UPDATED_ON_HOST),
+    ],
+)
 def test_a_checkpoint_opens_under_any_tier(
     tmp_path: Path, first: dict[str, object], then: dict[str, object]
 ) -> None:
@@ -223,6 +249,114 @@ def test_transfers_that_do_not_wait_for_the_computation_are_detected(
     device.list_violations()  # those of the interrupted run
 
 
-def test_an_update_on_the_host_of_weights_on_disk_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="weights on disk are updated on the device"):
-        train(build(tmp_path, "run", ON_DISK | {"update_on": "host"}))
+def train_two_steps(folder: Path, offload: dict[str, object], precision: object) -> TransferCounts:
+    """Train two steps of two micro-batches; return what weights and gradients moved."""
+    recipe = build(folder, "run", offload, recompute="none", precision=precision)
+    validated_run = validate_run(recipe, 1)
+    state = build_state(validated_run, torch.device("cuda", 0))
+    assert isinstance(state.weight_offload, ParameterOffload)
+    assert isinstance(state.optimizer, OffloadedOptimizer)
+    order = SampleOrder(recipe.seed, len(validated_run.data.train))
+    batch = validated_run.plan.batch
+    for step in range(2):
+        batches = read_step_micro_batches(validated_run.data.train, order, batch, step, 0)
+        batches = [each.pin_memory() for each in batches]
+        accumulate_gradients(state.model, batches, seed=0, step=step)
+        update_parameters(
+            state.model,
+            state.optimizer,
+            learning_rate=1e-3,
+            max_grad_norm=0.5,
+            overlaps_forward=True,
+        )
+    state.optimizer.wait_for_update()
+    state.weight_offload.store.synchronise()
+    counts = state.weight_offload.pop_counts()
+    state.weight_offload.close()
+    state.optimizer.close()
+    torch.cuda.synchronize()
+    assert not device.list_violations()
+    return counts
+
+
+def test_new_working_weights_are_not_read_from_the_disk(tmp_path: Path) -> None:
+    """The first pass reads the weights, each second micro-batch the gradients, and each update
+    both, in whole pages. Updated weights go to the device from the memory of the update."""
+    counts = train_two_steps(tmp_path, FROM_DISK, COPIED)
+    assert counts.read_bytes == WEIGHT_BYTES + 2 * (GRADIENT_BYTES + 2 * WEIGHT_BYTES)
+    assert counts.written_bytes == 2 * (2 * GRADIENT_BYTES + WEIGHT_BYTES)
+
+
+def test_staging_memory_holds_three_buckets(tmp_path: Path) -> None:
+    recipe = build(tmp_path, "run", FROM_DISK | {"buffer_bytes": 4096})
+    state = build_state(validate_run(recipe, 1), torch.device("cuda", 0))
+    assert isinstance(state.weight_offload, ParameterOffload)
+    update = state.weight_offload.store_update
+    assert isinstance(update, StagedUpdate)
+    assert update._ring is not None
+    num_bytes = update._ring._memory.numel()
+    assert num_bytes == state.weight_offload.count_staging_bytes(4096)
+    largest = max(
+        2 * 4096 * sum(update.has_weight(piece.name) for piece in bucket.pieces)
+        for bucket in update._partition.buckets
+    )
+    assert num_bytes == 3 * largest < 2 * WEIGHT_BYTES
+    state.weight_offload.close()
+    assert isinstance(state.optimizer, OffloadedOptimizer)
+    state.optimizer.close()
+
+
+def test_staging_memory_and_copies_are_counted_before_a_run(tmp_path: Path) -> None:
+    """Weights and gradients of all parameters, if the staging memory has room for all."""
+    recipe = build(tmp_path, "run", FROM_DISK | {"buffer_bytes": 2**20})
+    validated_run = validate_run(recipe, 1)
+    specs = validated_run.shape.list_parameters()
+    num_elements = sum(math.prod(spec.shape) for spec in specs)
+    counted = offload_checks._count_update_bytes(
+        recipe, validated_run.plan, {spec.name for spec in specs}
+    )
+    assert counted == 2 * 4 * num_elements
+
+
+@pytest.mark.parametrize("method", ["_wait_for_copies", "_give_back"])
+def test_updated_weights_that_no_event_orders_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The device waits for new weights; their host memory is used again when it has them."""
+    original = getattr(StagedUpdate, method)
+
+    def run_without_wait(self: StagedUpdate, *arguments: Any) -> None:
+        if method == "_give_back":
+            original(self, arguments[0], None)
+
+    monkeypatch.setattr(StagedUpdate, method, run_without_wait)
+    with pytest.raises((RuntimeError, AssertionError)):
+        train_two_steps(tmp_path, FROM_DISK, COPIED)
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+    device.list_violations()
+
+
+def test_a_disk_that_fails_in_an_update_on_the_host_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = DiskParameterStore.run_after_writes
+
+    def fail_from_now(self: DiskParameterStore, function: Any) -> None:
+        original(self, function)
+
+        def fail(descriptor: int, data: Any, position: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(
+            self, "_disk", SimpleNamespace(read_at=fail, write_at=fail, close=ignore)
+        )
+
+    monkeypatch.setattr(DiskParameterStore, "run_after_writes", fail_from_now)
+    with pytest.raises(OffloadFailed, match=r"the scratch file of weights in .* could not be"):
+        train(build(tmp_path, "run", FROM_DISK))
+    device.list_violations()
+
+
+def ignore(_descriptor: int) -> None:
+    """Leave a file open."""

@@ -22,6 +22,7 @@ from shardwright.optim.sharded_optimizer import StateSpec
 from shardwright.planner import offload_costs
 from shardwright.planner.auto_layout import build_cluster, choose_layout
 from shardwright.planner.candidate import Candidate
+from shardwright.planner.engine_model import OptimizerKind
 from shardwright.planner.model_costs import get_model_facts
 from shardwright.planner.prediction import Prediction
 from shardwright.planner.predictor import Predictor
@@ -282,18 +283,20 @@ def test_update_on_auto_is_the_host_only_if_measured_rates_say_so(tmp_path: Path
     choice = choose_update_place(build_recipe(**weights))
     assert choice.place == "host"
     assert "0.8 s on the device and 0.5 s on the host" in choice.reason
+    # From a disk both places read the same bytes.
     on_disk = measured | {"offload": offload | {"parameters": "disk"}}
-    assert "weights on disk" in choose_update_place(build_recipe(**on_disk)).reason
-    recipe = build_recipe(**weights)
-    zeros = recipe.model_copy(
-        update={"model": recipe.model.model_copy(update={"keep_zeros": True})}
-    )
-    assert "zeros" in choose_update_place(zeros).reason
+    choice = choose_update_place(build_recipe(**on_disk))
+    assert choice.place == "device"
+    assert "2 s on the device and 2 s on the host" in choice.reason
+    save_rates(tmp_path, replace(slower, disk_both_bytes_per_second=40e9))
+    assert choose_update_place(build_recipe(**on_disk)).place == "host"
     explicit = build_recipe(offload={"optimizer": "host", "update_on": "host"})
     assert choose_update_place(explicit).place == "host"
     assert build_template(explicit).is_updated_on_host
-    on_cpu = explicit.model_copy(update={"run": explicit.run.model_copy(update={"device": "cpu"})})
-    assert not build_template(on_cpu).is_updated_on_host
+    for tier in ("host", "disk"):
+        section = {"optimizer": tier, "update_on": "host"}
+        on_cpu = build_recipe(offload=section, run={"device": "cpu"})
+        assert not build_template(on_cpu).is_updated_on_host
 
 
 def test_offloading_to_the_host_frees_no_memory_of_a_cpu() -> None:
@@ -500,7 +503,7 @@ def test_working_weights_stay_while_master_weights_and_gradients_are_in_host_mem
 REFUSED: tuple[dict[str, Any], ...] = (
     {"optimizer": "sgd"},
     {"offload": "none"},
-    {"is_updated_on_host": True},
+    {"is_updated_on_host": True, "optimizer": "muon"},
     {"reference": "frozen"},
 )
 
@@ -517,9 +520,10 @@ def test_layouts_that_cannot_offload_trained_weights_are_not_planned(
     assert is_allowed(replace(template, layout=Layout(pp=2, schedule="zb_h1")))
     assert is_allowed(replace(template, precision="fp8"))
     assert is_allowed(replace(template, working_weights=True))
-    on_host = replace(template, parameter_offload="host", is_updated_on_host=True)
-    assert is_allowed(on_host)
-    assert not is_allowed(replace(on_host, keeps_zeros=True))
+    for tier in ("host", "disk"):
+        on_host = replace(template, parameter_offload=tier, is_updated_on_host=True)
+        assert is_allowed(on_host)
+        assert is_allowed(replace(on_host, keeps_zeros=True))
     assert is_allowed(replace(template, layout=Layout(dp_shard=2, zero_stage=1)))
     assert not is_allowed(replace(template, **change))
 
@@ -545,16 +549,108 @@ def test_layout_auto_offloads_weights_if_nothing_else_suffices() -> None:
     assert chosen.prediction.candidate.is_runnable
 
 
-def test_a_layout_that_does_not_fit_is_offered_offloaded_weights() -> None:
+def test_a_layout_that_does_not_fit_is_offered_offloaded_weights_in_the_fastest_way(
+    tmp_path: Path,
+) -> None:
     recipe = build_recipe(model={"config": CONFIG | {"num_hidden_layers": 120}})
     facts = get_model_facts(read_planning_shape(recipe))
-    predictor = Predictor(facts, parse_cluster("1xH100-80GB"), Efficiency())
-    problem = build_problem(recipe, build_template(recipe), 1)
-    (rejection,) = find_rejections(predictor, problem)
-    assert rejection.change is not None
-    assert "offload.optimizer: host and offload.parameters: host" in rejection.change
-    assert rejection.changed_prediction is not None
-    assert rejection.changed_prediction.candidate.is_runnable
+    cluster = parse_cluster("1xH100-80GB")
+    measured = build_cluster(ClusterSection.model_validate(save_rates(tmp_path, RATES)), 1)
+    weights = "offload.optimizer: host, offload.parameters: host"
+    # The CPU is faster with measured rates, and slower with those that are assumed.
+    for each, change, is_on_host in (
+        (cluster, f"{weights} and precision.working_weights: true", False),
+        (measured, f"{weights}, offload.update_on: host and precision.working_weights: true", True),
+    ):
+        predictor = Predictor(facts, each, Efficiency())
+        (rejection,) = find_rejections(predictor, build_problem(recipe, build_template(recipe), 1))
+        assert rejection.change is not None
+        assert change in rejection.change
+        prediction = rejection.changed_prediction
+        assert prediction is not None
+        changed = prediction.candidate
+        assert changed.is_runnable
+        assert (changed.is_updated_on_host, changed.has_working_weights) == (is_on_host, True)
+        for part in ({"is_updated_on_host": not is_on_host}, {"working_weights": False}):
+            assert predictor.predict(replace(changed, **part)).time.step > prediction.time.step
+
+
+@pytest.mark.parametrize(("devices", "optimizer"), [("1xcpu", "adamw"), ("1xH100-80GB", "muon")])
+def test_an_update_on_the_host_is_not_offered_where_it_is_refused(
+    devices: str, optimizer: OptimizerKind
+) -> None:
+    recipe = build_recipe(model={"config": CONFIG | {"num_hidden_layers": 120}})
+    facts = get_model_facts(read_planning_shape(recipe))
+    predictor = Predictor(facts, parse_cluster(devices), Efficiency())
+    template = replace(build_template(recipe), optimizer=optimizer)
+    changes = [
+        each.change for each in find_rejections(predictor, build_problem(recipe, template, 1))
+    ]
+    assert not any("update_on" in (change or "") for change in changes)
+
+
+def test_layout_auto_updates_where_a_run_of_its_recipe_does(tmp_path: Path) -> None:
+    small = parse_cluster("1xH100-80GB")
+    large = {"config": CONFIG | {"num_hidden_layers": 120}}
+    for rates, place in ((RATES, "host"), (TierRates(), "device")):
+        recipe = build_recipe(
+            model=large, layout="auto", recompute="full", cluster=save_rates(tmp_path, rates)
+        )
+        chosen = choose_layout(recipe, small, 1)
+        assert chosen.recipe.offload.parameters == "host"
+        assert choose_update_place(chosen.recipe).place == place
+        assert chosen.prediction.candidate.is_updated_on_host == (place == "host")
+
+
+def test_layout_auto_chooses_a_layout_with_working_shards() -> None:
+    recipe = build_recipe(
+        model={"config": CONFIG | {"num_hidden_layers": 120}},
+        layout="auto",
+        recompute="full",
+        offload={"optimizer": "host", "parameters": "host", "update_on": "host"},
+        precision={"kind": "bf16", "working_weights": True},
+    )
+    chosen = choose_layout(recipe, parse_cluster("2xH100-80GB"), 2)
+    candidate = chosen.prediction.candidate
+    assert candidate.has_offloaded_shards
+    assert candidate.has_working_weights
+    assert candidate.is_runnable
+    assert chosen.prediction.fits
+    assert chosen.recipe.precision.working_weights is True
+    # Without them shards come from the host in each pass, and the device has two blocks of them.
+    copied, moved = (
+        predict_on(2, replace(candidate, working_weights=setting), recipe)
+        for setting in (True, False)
+    )
+    assert moved.time.step > copied.time.step
+    assert copied.memory.live > moved.memory.live
+
+
+def test_an_update_on_the_host_of_weights_on_disk_reads_and_writes_them() -> None:
+    offload = {"optimizer": "disk", "parameters": "disk"}
+    device, host = (
+        build_template(build_recipe(offload=offload | {"update_on": place}))
+        for place in ("device", "host")
+    )
+    on_device, moved, copied = (
+        predict_on(1, candidate)
+        for candidate in (device, host, replace(host, working_weights=True))
+    )
+    # A disk of 1 GB/s: moments, weights and gradients are read, and fewer bytes written.
+    read_bytes = STATE_BYTES + 8 * BLOCK_MATRICES
+    assert on_device.time.optimizer == pytest.approx(read_bytes / 1e9, rel=0.01)
+    # The next forward pass hides a part, if it does not read weights from the same disk.
+    hidden = copied.time.compute / 3
+    assert moved.time.optimizer == pytest.approx(read_bytes / 1e9, rel=0.01)
+    assert copied.time.optimizer == pytest.approx(read_bytes / 1e9 - hidden, rel=0.01)
+    # The bound of the staging memory: a buffer, or three buckets' weights and gradients.
+    assert (on_device.memory.host, moved.memory.host) == (0.0, 64 * 2**20)
+    assert moved.memory.disk == on_device.memory.disk
+    in_host = predict_on(
+        1, replace(host, offload="optimizer", optimizer="adamw_8bit", offload_buffer_bytes=2**26)
+    )
+    moments = in_host.memory.host - 3 * 2**26 * 8 / (2 + 8 / 256)
+    assert moments == pytest.approx((2 + 8 / 256) * NUM_PARAMETERS, rel=0.01)
 
 
 def test_shards_of_trained_weights_leave_the_device_and_blocks_are_gathered_in_each_pass() -> None:

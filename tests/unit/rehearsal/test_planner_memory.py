@@ -151,7 +151,11 @@ WORKING_ON_HOST = WORKING | {
         "buffer_bytes": 2**20,
     }
 }
+WORKING_FROM_DISK = WORKING | {"offload": TRAINED_ON_DISK["offload"] | {"update_on": "host"}}
+UPDATED_FROM_DISK = {"offload": WORKING_FROM_DISK["offload"]}
 WEIGHT_SECTIONS = (
+    WORKING_FROM_DISK,
+    UPDATED_FROM_DISK,
     FROZEN_ON_HOST,
     FROZEN_ON_DISK,
     TRAINED_ON_DISK,
@@ -358,6 +362,8 @@ CASES = [
     Case("llama", Layout(dp_shard=2, zero_stage=3), sections=TRAINED_ON_DISK),
     Case("llama", Layout(dp_shard=4, zero_stage=3), 2, "full", sections=WORKING_ON_HOST),
     Case("llama", Layout(dp_shard=2, zero_stage=1), sections=WORKING_ON_DISK),
+    Case("llama", Layout(dp_shard=2, zero_stage=3), sections=WORKING_FROM_DISK),
+    Case("llama", Layout(), sections=UPDATED_FROM_DISK),
     Case("llama", Layout(), sections=EMBEDDING, tolerance=0.005),
     Case("llama", Layout(dp_shard=4, zero_stage=3), sections=HEAD, tolerance=0.005),
     Case("llama", Layout(dp_replicate=2), recompute="full", sections=LOWER_HALF, tolerance=0.005),

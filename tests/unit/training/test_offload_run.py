@@ -278,6 +278,13 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     stateless = Recipe.model_validate(recipe | {"optimizer": {"name": "sgd"}})
     with pytest.raises(RecipeError, match="sgd without momentum has no states to offload"):
         train(stateless)
+    for name in ("muon", "adafactor"):  # on a CPU, too
+        on_host = {
+            "optimizer": {"name": name},
+            "offload": {"optimizer": "disk", "update_on": "host"},
+        }
+        with pytest.raises(RecipeError, match=rf"the update of {name} needs whole matrices"):
+            train(Recipe.model_validate(recipe | on_host))
     here = tmp_path / "file"
     here.touch()
     offload = {"optimizer": "disk", "dir": str(here)}

@@ -19,7 +19,7 @@ from shardwright.model.block_weights import list_block_matrices
 from shardwright.offload import ParameterOffload, parameter_store
 from shardwright.plans import resolve_plan
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
-from shardwright.training.checks import offload_checks, trained_offload_checks
+from shardwright.training.checks import offload_checks
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from shardwright.training.setup import build_state
@@ -201,7 +201,6 @@ def test_too_little_host_memory_for_weights_and_gradients_is_refused(
     plan = resolve_plan(recipe, read_config(CONFIG), 1)
     names = frozenset(list_block_matrices(plan.placement.shape))
     monkeypatch.setattr(offload_checks, "should_use_cuda", lambda *_, **__: True)
-    monkeypatch.setattr(trained_offload_checks, "should_use_cuda", lambda *_, **__: True)
     monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 2 * WEIGHT_BYTES)
     offload_checks.check_offload(recipe, plan, names)
     monkeypatch.setattr(offload_checks, "read_available_memory", lambda: 2 * WEIGHT_BYTES - 1)

@@ -14,8 +14,8 @@ from shardwright.checkpoint.disk import LOCAL_DISK, Disk
 from shardwright.config.offload import DEFAULT_BUFFER_BYTES
 from shardwright.doctor.finding import Finding, Verdict, format_ranks
 from shardwright.doctor.storage import SECTION, find_existing_folder
+from shardwright.hardware.file_systems import classify_file_system, read_file_system
 from shardwright.offload.disk_store import allocate_buffer
-from shardwright.offload.file_systems import classify_file_system, read_file_system
 from shardwright.units import GIB_BYTES
 
 QUANTITY = "scratch files"

@@ -48,7 +48,7 @@ from shardwright.planner.memory.weight_copies import (
     has_saved_casts,
 )
 from shardwright.planner.model_costs import ModelFacts
-from shardwright.planner.offload_costs import sum_tier_bytes
+from shardwright.planner.offload_costs import compute_weight_staging_bytes, sum_tier_bytes
 from shardwright.planner.prediction import MemoryParts
 from shardwright.planner.rates.efficiency import Efficiency
 
@@ -96,6 +96,7 @@ def predict_memory(
         parameters=persistent.moved.stored,
         activations=live.compute_offloaded_bytes(load)
         + compute_offloaded_cast_bytes(facts, candidate, load, persistent.parameters),
+        staged_weights=compute_weight_staging_bytes(candidate, persistent.moved.gradients),
     )
     return replace(peak, reserve=reserve, driver=driver, **tiers)
 

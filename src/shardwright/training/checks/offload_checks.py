@@ -18,6 +18,7 @@ from shardwright.config import Recipe
 from shardwright.config.offload import OffloadTier
 from shardwright.config.training import OptimizerName
 from shardwright.errors import RecipeError
+from shardwright.hardware.file_systems import classify_file_system, read_file_system
 from shardwright.hardware.host_memory import read_available_memory
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.rank_environment import count_local_ranks, detect_rank_environment
@@ -26,17 +27,16 @@ from shardwright.model.block_weights import list_block_matrices, list_frozen_mat
 from shardwright.model.hf.hf_weights import WeightsFolder
 from shardwright.model.hf.weight_bytes import NotStored, StoredWeights
 from shardwright.numerics.precision import resolve_dtypes
-from shardwright.offload.file_systems import classify_file_system, read_file_system
 from shardwright.planner.engine_model import (
     OPTIMIZER_COSTS,
     OptimizerCosts,
     choose_optimizer_kind,
 )
+from shardwright.planner.offload_costs import compute_weight_staging_bytes
 from shardwright.planner.predictor import predict_rank_memory
 from shardwright.planner.problem import build_plan_candidate, get_recipe_facts
 from shardwright.planner.update_place import choose_update_place
 from shardwright.plans import Plan
-from shardwright.training.checks.trained_offload_checks import check_trained_offload
 from shardwright.training.preference_objective import has_frozen_reference
 from shardwright.units import format_bytes
 
@@ -83,7 +83,7 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
     if section.optimizer != "none":
         needed.add(section.optimizer, _count_moment_bytes(recipe, plan, trained_names))
         if should_use_cuda(recipe.run.device, field="run.device"):
-            needed.host += _check_update_place(recipe, plan, trained_names)
+            needed.host += _count_update_bytes(recipe, plan, trained_names)
     if "disk" in (section.optimizer, section.parameters):
         folder = _get_folder(recipe)
         _check_folder(folder)
@@ -104,6 +104,8 @@ def check_offload_layout(recipe: Recipe, plan: Plan) -> None:
         _check_parameters(recipe, plan)
     if recipe.offload.optimizer != "none":
         _get_optimizer_costs(recipe)
+    if recipe.offload.update_on == "host":
+        _check_host_optimizer(recipe)
 
 
 def _get_optimizer_costs(recipe: Recipe) -> OptimizerCosts:
@@ -145,32 +147,44 @@ def _count_trained_elements(plan: Plan, trained_names: Collection[str]) -> int:
     )
 
 
-def _check_update_place(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
-    """Return the bytes of the copies of weights and gradients in host memory for an update on the
-    host. Those that are offloaded are there.
+def _check_host_optimizer(recipe: Recipe) -> None:
+    """Check that an update on the host supports the optimizer, also where it is the device's.
 
     Raises:
-        RecipeError: the optimizer cannot be updated on the host.
+        RecipeError: it does not.
+    """
+    if OPTIMIZER_COSTS[recipe.optimizer.name].can_update_on_host:
+        return
+    names = [name for name in get_args(OptimizerName) if OPTIMIZER_COSTS[name].can_update_on_host]
+    raise RecipeError(
+        f"the update of {recipe.optimizer.name} needs whole matrices of all ranks, which are "
+        "on their devices",
+        field="offload.update_on",
+        got="host",
+        allowed=f"auto or device; host with {', '.join(names)}",
+        remedy="Remove it, or choose another optimizer",
+    )
+
+
+def _count_update_bytes(recipe: Recipe, plan: Plan, trained_names: Collection[str]) -> int:
+    """Count the bytes of host memory that an update on the host takes on this node.
+
+    They are copies of weights and gradients, and for offloaded ones on disk staging memory.
     """
     if choose_update_place(recipe).place == "device":
         return 0
-    if not OPTIMIZER_COSTS[recipe.optimizer.name].can_update_on_host:
-        names = [
-            name for name in get_args(OptimizerName) if OPTIMIZER_COSTS[name].can_update_on_host
-        ]
-        raise RecipeError(
-            f"the update of {recipe.optimizer.name} needs whole matrices of all ranks, which are "
-            "on their devices",
-            field="offload.update_on",
-            got="host",
-            allowed=f"auto or device; host with {', '.join(names)}",
-            remedy="Remove it, or choose another optimizer",
-        )
+    itemsize = resolve_dtypes(plan.precision).param.itemsize
     copied_names = set(trained_names)
+    staging_bytes = 0.0
     if recipe.has_offloaded_trained_weights:
-        copied_names -= list_block_matrices(plan.placement.shape).keys()
-    num_elements = _count_trained_elements(plan, copied_names)
-    return 2 * num_elements * resolve_dtypes(plan.precision).param.itemsize
+        offloaded_names = copied_names & list_block_matrices(plan.placement.shape).keys()
+        copied_names -= offloaded_names
+        num_ranks = _count_local_ranks(plan)
+        staging_bytes = num_ranks * compute_weight_staging_bytes(
+            build_plan_candidate(recipe, plan),
+            _count_trained_elements(plan, offloaded_names) * itemsize / num_ranks,
+        )
+    return 2 * _count_trained_elements(plan, copied_names) * itemsize + round(staging_bytes)
 
 
 def _check_parameters(recipe: Recipe, plan: Plan) -> None:
@@ -184,8 +198,14 @@ def _check_parameters(recipe: Recipe, plan: Plan) -> None:
             allowed="none with preference.reference: frozen",
             remedy="Use preference.reference: adapter_off, which needs no copy",
         )
-    if recipe.adapters is None:
-        check_trained_offload(recipe, plan)
+    if recipe.adapters is None and recipe.offload.optimizer == "none":
+        raise RecipeError(
+            "trained weights return for the update with the moments, bucket by bucket",
+            field="offload.parameters",
+            got=tier,
+            allowed="none with offload.optimizer: none",
+            remedy="Set offload.optimizer: host or disk",
+        )
 
 
 def _refuse_hf_classes(plan: Plan, key: str, tier: OffloadTier, content: str) -> None:
