@@ -23,6 +23,7 @@ from tests.multiprocess.models import build_recipe
 from tests.multiprocess.pool import RankPool
 from tests.multiprocess.test_checkpoint_resume import train_some
 from tests.unit.model.hf_models import HF_CONFIGS as FOREIGN
+from tests.unit.model.hf_models import SPARSE_HF_CONFIG
 
 LAYOUTS = [
     Layout(dp_replicate=2),
@@ -42,7 +43,8 @@ def assert_equals_one_process(
     dtypes: list[Any],
     adapters: dict[str, Any] | None = None,
 ) -> None:
-    recipe = build_recipe(FOREIGN[family], model={"dropout": "off"}, adapters=adapters)
+    configs = FOREIGN | {"qwen2_moe": SPARSE_HF_CONFIG}
+    recipe = build_recipe(configs[family], model={"dropout": "off"}, adapters=adapters)
     assert recipe.model.config is not None
     shape = add_adapters(read_model_shape(recipe.model.config, recipe.model), recipe.adapters)
     report = verify(recipe, shape, layouts, cases, dtypes, sequence_length=12, pool=ranks)
@@ -55,7 +57,7 @@ def assert_equals_one_process(
 
 
 # Learned positions, tied; rotary positions and a head with a bias; no attention; logits scaled
-# after the head.
+# after the head; experts.
 @pytest.mark.parametrize(
     ("family", "layout", "case"),
     [
@@ -70,6 +72,7 @@ def assert_equals_one_process(
         ("mamba", Layout(dp_shard=2, zero_stage=1), VerificationCase(2, "none", tied=True)),
         ("mamba", Layout(dp_shard=2, zero_stage=3), VerificationCase(1, "full", tied=True)),
         ("cohere", Layout(dp_shard=2, zero_stage=3), VerificationCase(1, "selective", tied=True)),
+        ("qwen2_moe", Layout(dp_shard=2, zero_stage=3), VerificationCase(2, "full", tied=False)),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.architecture.peft_folder import PEFT_CONFIG_NAME, read_peft_folder
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.errors import WeightsError
+from shardwright.inference.adapter_export import check_with_peft
 from shardwright.inference.export import build_probe_ids
 from shardwright.model import Decoder
 from shardwright.model.hf.hf_folder import write_hf_folder
@@ -72,6 +73,17 @@ def build_decoder(shape: ModelShape, values: dict[str, Tensor]) -> Decoder:
         for name, parameter in decoder.named_parameters():
             parameter.copy_(values[name])
     return decoder
+
+
+def test_the_check_of_an_export_reads_experts_of_any_size(tmp_path: Path) -> None:
+    """torch's grouped product has no experts of 30 features, and transformers takes it."""
+    shape = add_adapters(read_config(CASES["mixtral-window-narrow"]), AdapterSection(rank=3))
+    values = make_values(shape)
+    write_hf_folder(tmp_path / "base", shape.base_shape, values.__getitem__, dtype=torch.float32)
+    write_peft_folder(tmp_path / "adapters", shape, values.__getitem__, base=str(tmp_path / "base"))
+    with torch.no_grad():
+        logits_BTV = build_decoder(shape, values)(build_probe_ids(shape.vocab_size, 16))
+    check_with_peft(tmp_path / "adapters", logits_BTV)
 
 
 def run_and_differentiate(model: Any, ids_BT: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ def renumber_layers(module: nn.Module, num_stages: int) -> nn.Module:
             setattr(configuration, field, renumbered)
     if not is_changed:
         raise FaultNotApplicable
-    other = instantiate(configuration, None, contextlib.nullcontext(), eager=True)
+    other = instantiate(
+        configuration, None, contextlib.nullcontext(), eager=True, eager_experts=True
+    )
     if {n: p.shape for n, p in other.named_parameters()} != {
         n: p.shape for n, p in module.named_parameters()
     }:

@@ -123,8 +123,8 @@ class ReferenceModel:
         configuration = load_configuration(dict(self.config), section)
         configuration.use_cache = False
         self.router_coefficient = choose_router_coefficient(record, configuration)
-        self.module = instantiate(configuration, None, nullcontext(), eager=True)
-        self.module = self.module.to(self.dtype).eval()
+        module = instantiate(configuration, None, nullcontext(), eager=True, eager_experts=True)
+        self.module = module.to(self.dtype).eval()
         self._set_padding_rows(record.values.get("padding_rows"))
         self.routers = list_routers(self.module)
         self.locations = ParameterPlaces(self.module, self.config)

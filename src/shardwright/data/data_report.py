@@ -12,7 +12,6 @@ from shardwright.config.data import DataSource
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import RecordStatistics
 from shardwright.data.dataset import TokenDataset, WindowDataset
-from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset
 from shardwright.data.records.chat_template import ChatTemplate
 from shardwright.data.records.record_formats import RECORD_KINDS
@@ -130,8 +129,6 @@ def compute_shares(dataset: TokenDataset) -> tuple[float, ...] | None:
 
     None if the sources have no weights.
     """
-    if isinstance(dataset, MixedDataset):
-        return tuple(n / len(dataset) for n in dataset.num_samples_per_part)
     if isinstance(dataset, ScheduledMixture):
         return dataset.schedule.get_shares(0)
     return None
@@ -143,7 +140,7 @@ def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
     # Bins (0, 1], (1, 2], (2, 4], ... up to the longest document.
     bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     histogram = tuple((2**number, int(count)) for number, count in enumerate(np.bincount(bins)))
-    parts = dataset.parts if isinstance(dataset, MixedDataset | ScheduledMixture) else (dataset,)
+    parts = dataset.parts if isinstance(dataset, ScheduledMixture) else (dataset,)
     packed = [part for part in parts if isinstance(part, PackedDataset)]
     return SideReport(
         counts=store.counts,
@@ -158,17 +155,14 @@ def describe_side(store: TokenStore, dataset: TokenDataset) -> SideReport:
 
 
 def _compute_padding_fraction(dataset: TokenDataset) -> float:
-    """Return the fraction of padding in one epoch; 0 for windows."""
+    """Return the fraction of padding in one epoch, of a mixture at the first step's shares; 0 for
+    windows."""
     if isinstance(dataset, PackedDataset):
         return dataset.padding_fraction
-    if isinstance(dataset, MixedDataset):
-        padded = sum(
-            n * _compute_padding_fraction(part)
-            for n, part in zip(dataset.num_samples_per_part, dataset.parts, strict=True)
-        )
-        return padded / max(1, len(dataset))
     if isinstance(dataset, ScheduledMixture):
-        padded = sum(len(part) * _compute_padding_fraction(part) for part in dataset.parts)
-        return padded / max(1, len(dataset))
+        return sum(
+            share * _compute_padding_fraction(part)
+            for share, part in zip(dataset.schedule.get_shares(0), dataset.parts, strict=True)
+        )
     assert isinstance(dataset, WindowDataset)
     return 0.0

@@ -13,7 +13,6 @@ from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import Side
 from shardwright.data.data_cache import build_once, compute_key
 from shardwright.data.dataset import TokenDataset, WindowDataset
-from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, Packing, pack_documents
 from shardwright.data.records.preference_pairs import pack_pairs
 from shardwright.data.scheduled_mixture import ScheduledMixture, build_weight_schedule
@@ -90,20 +89,14 @@ def open_dataset(
     Raises:
         DataError: nothing to train on, or documents that are too long under `overlong: refuse`.
     """
-    weights = [source.weight for source in recipe.data.sources]
-    if side == "validation" or weights[0] is None:
+    schedule = build_weight_schedule(recipe.data)
+    if side == "validation" or schedule is None:
         return _open_source_dataset(recipe, root, key, side, store, packing, None)
     parts = tuple(
         _open_source_dataset(recipe, root, key, side, store, packing, number)
-        for number in range(len(weights))
+        for number in range(len(recipe.data.sources))
     )
-    if recipe.data.weight_schedule:
-        schedule = build_weight_schedule(recipe.data)
-        assert schedule is not None  # the schema requires weights
-        return ScheduledMixture(parts, schedule, recipe.seed)
-    return MixedDataset(
-        parts, tuple(weight for weight in weights if weight is not None), recipe.seed
-    )
+    return ScheduledMixture(parts, schedule, recipe.seed)
 
 
 def _open_source_dataset(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import Any
 
+from shardwright.config.data import DataSection
 from shardwright.config.recipe import Recipe
 from shardwright.data.corpus import RecordStatistics, Side
 from shardwright.data.data_cache import build_once, compute_key
@@ -36,6 +38,10 @@ from shardwright.data.tokens.tokenisation import (
 )
 from shardwright.data.tokens.tokenizer import FastTokenizer
 from shardwright.data.tokens.tokenizer_loading import load_tokenizer
+
+_CONSTANT_WEIGHTS_VERSION = 2
+"""Part of the hash of sources with constant weights; increase it when they would be read in another
+order."""
 
 
 def prepare_data(
@@ -98,20 +104,26 @@ def prepare_data(
         train=sides["train"],
         validation=sides.get("validation"),
     )
-    weights = [source.weight for source in recipe.data.sources]
     content_hash = compute_key(
         [
             key,
             tokenizer.content_hash,
             packing,
             recipe.data.overlong,
-            weights,
-            *describe_weight_schedule(recipe.data),
+            *_describe_weights(recipe.data),
         ]
     )
     return PreparedData(
         datasets["train"], datasets.get("validation"), tokenizer, report, content_hash, stores
     )
+
+
+def _describe_weights(section: DataSection) -> list[Any]:
+    """Return the weights of the sources, and how they determine the order, as JSON values."""
+    weights = [source.weight for source in section.sources]
+    if weights[0] is None or section.weight_schedule:
+        return [weights, *describe_weight_schedule(section)]
+    return [weights, _CONSTANT_WEIGHTS_VERSION]
 
 
 def is_prepared(recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""Mixture of datasets whose weights follow a schedule over steps, or whose parts are streamed.
+"""Mixture of datasets by weights, which may follow a schedule over steps.
 
 Every step has a fixed number of samples of each part, the weights times the batch size rounded up
 or down. The roundings are spread evenly over the steps. Each part is read in its own order, one
@@ -186,8 +186,13 @@ class ScheduledMixture:
 
     @property
     def num_supervised(self) -> int:
-        """Tokens predicted in one pass over all samples of all parts."""
-        return sum(part.num_supervised for part in self.parts)
+        """Tokens predicted in one epoch at the shares of the first step, on average over epochs."""
+        return round(
+            sum(
+                len(self) * share * part.num_supervised / len(part)
+                for share, part in zip(self.schedule.get_shares(0), self.parts, strict=True)
+            )
+        )
 
     @property
     def is_uneven(self) -> bool:

@@ -215,7 +215,9 @@ def check_with_peft(folder: Path, expected_BTV: Tensor) -> float:
         import peft  # an optional extra, and slow to import
 
         try:
-            model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            model: Any = peft.AutoPeftModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, experts_implementation="eager"
+            )
         except Exception as error:  # many types; each of them means a bad folder
             raise CheckFailed(f"peft cannot load the folder: {error}") from error
     shape = model.config.get_text_config()

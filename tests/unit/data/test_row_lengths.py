@@ -18,9 +18,9 @@ from shardwright.data.loader import (
     iterate_evaluation_micro_batches,
     read_step_micro_batches,
 )
-from shardwright.data.mixed_dataset import MixedDataset
 from shardwright.data.packed_dataset import PackedDataset, pack_documents
-from shardwright.data.sample_order import SampleOrder
+from shardwright.data.run_order import build_run_order
+from shardwright.data.scheduled_mixture import ScheduledMixture, WeightSchedule
 from shardwright.model.decoder import Decoder
 from shardwright.plans import BatchPlan
 
@@ -83,9 +83,9 @@ def build_dataset() -> PackedDataset:
 
 
 def read_batches(
-    plan: BatchPlan, step: int, data: PackedDataset | MixedDataset
+    plan: BatchPlan, step: int, data: PackedDataset | ScheduledMixture
 ) -> list[MicroBatch]:
-    order = SampleOrder(3, len(data))
+    order = build_run_order(data, 3, plan.global_batch_size)
     return [
         batch
         for rank in range(plan.data_ranks)
@@ -175,10 +175,11 @@ def test_only_datasets_with_uneven_rows_are_sorted() -> None:
     assert not WindowDataset(TOKENS, LENGTH).is_uneven
     (first, second) = read_batches(BatchPlan(130, 1, 2, 1, row_multiple=4), 0, packed)
     assert (first.sample_indices_B.tolist(), second.sample_indices_B.tolist()) == ([0], [1])
-    mixed = MixedDataset((build_dataset(), build_dataset()), (1.0, 2.0), seed=0)
+    schedule = WeightSchedule(((0, (1.0, 2.0)),))
+    mixed = ScheduledMixture((build_dataset(), build_dataset()), schedule, seed=0)
     assert mixed.is_uneven
     batches = read_batches(BatchPlan(LENGTH, 2, 3, 2, row_multiple=4), 1, mixed)
-    order = SampleOrder(3, 60)
+    order = build_run_order(mixed, 3, 12)
     used = [
         mixed.count_used_positions(order.get_index(int(p)), order.get_epoch(int(p)))
         for i in (0, 3, 1, 4, 2, 5)

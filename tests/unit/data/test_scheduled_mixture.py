@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.config.recipe_loading import validate_recipe
 from shardwright.data.preparation import prepare_data
 from shardwright.data.run_order import build_run_order
 from shardwright.data.sample_order import SampleOrder
-from shardwright.data.scheduled_mixture import MixtureOrder, WeightSchedule
+from shardwright.data.scheduled_mixture import MixtureOrder, ScheduledMixture, WeightSchedule
 from shardwright.errors import RecipeError
-from tests.unit.data.recipes import build_recipe, story, write_json_lines
+from tests.unit.data.recipes import build_recipe, story, write_json_lines, write_text
 
 LINEAR = WeightSchedule(((0, (1.0, 0.0, 0.0)), (10, (1.0, 1.0, 2.0)), (40, (0.0, 1.0, 1.0))), True)
 
@@ -138,3 +139,67 @@ def test_a_schedule_needs_weights(tmp_path: Path) -> None:
         build_recipe(tmp_path, sources, weight_schedule=schedule)
     with pytest.raises(RecipeError, match="needs a `weight_schedule`"):
         build_recipe(tmp_path, sources, weight_transition="linear")
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_every_sample_is_read_before_one_is_read_again(tmp_path: Path, packing: str) -> None:
+    """Under constant weights too, and not only at the ends of epochs."""
+    lengths = ((3, 9.0), (400, 3.0), (40, 0.01))
+    sources = [
+        {
+            "path": write_json_lines(
+                tmp_path / f"{number}.jsonl",
+                [f"{letter}{row:02}{letter * 7}" for row in range(num_rows)],
+            ),
+            "weight": weight,
+        }
+        for number, (letter, (num_rows, weight)) in enumerate(zip("abc", lengths, strict=True))
+    ]
+    data = prepare_data(build_recipe(tmp_path, sources, packing=packing, length=9))
+    assert isinstance(data.train, ScheduledMixture)
+    assert [source.share for source in data.report.sources] == pytest.approx(
+        [weight / 12.01 for _, weight in lengths]
+    )
+    order = build_run_order(data.train, 0, 1)
+    counts = [Counter[int]() for _ in lengths]
+    ends = np.cumsum([len(part) for part in data.train.parts])
+    for position in range(3000):
+        index = order.get_index(position)
+        part = int(np.searchsorted(ends, index, side="right"))
+        counts[part][index] += 1
+        fewest = (
+            min(counts[part].values()) if len(counts[part]) == len(data.train.parts[part]) else 0
+        )
+        assert counts[part][index] - fewest <= 1
+    for count, (_, weight) in zip(counts, lengths, strict=True):
+        assert abs(count.total() - 3000 * weight / 12.01) < 2
+    reweighted = [*sources[:2], sources[2] | {"weight": 1.0}]
+    assert (
+        prepare_data(build_recipe(tmp_path, reweighted, packing=packing, length=9)).content_hash
+        != data.content_hash
+    )
+
+
+def test_the_same_files_as_one_source_and_as_two_are_cached_apart(tmp_path: Path) -> None:
+    """Tokens cached for one source do not serve two: they lack the start of the second."""
+    paths = [
+        write_json_lines(tmp_path / "set" / f"{name}.jsonl", [name * 20] * 10) for name in "ab"
+    ]
+    joined = prepare_data(build_recipe(tmp_path, str(tmp_path / "set"), packing="documents"))
+    assert [source.num_documents for source in joined.report.sources] == [20]
+    weighted = [
+        {"path": path, "weight": weight} for path, weight in zip(paths, (1, 3), strict=True)
+    ]
+    separate = prepare_data(build_recipe(tmp_path, weighted, packing="documents"))
+    assert [source.num_documents for source in separate.report.sources] == [10, 10]
+
+
+def test_weights_are_for_all_sources_or_none(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.txt", "text")
+    document = build_recipe(tmp_path, [path]).model_dump(mode="json")
+    document["data"]["sources"] = [{"path": path, "weight": 1.0}, {"path": path}]
+    with pytest.raises(RecipeError, match="give it to all or to none"):
+        validate_recipe(document)
+    document["data"] |= {"sources": [path], "validation": [{"path": path, "weight": 1.0}]}
+    with pytest.raises(RecipeError, match="`weight` is for training sources"):
+        validate_recipe(document)

@@ -12,6 +12,20 @@ _ATTENTION = {
     "max_position_embeddings": 64,
 }
 
+SPARSE_HF_CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_moe",
+    "vocab_size": 61,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    **_ATTENTION,
+    **_IDS,
+}
+"""A sparse family that runs through transformers' class."""
+
 HF_CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {
         "model_type": "opt",

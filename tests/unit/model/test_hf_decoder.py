@@ -13,11 +13,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, OPTPreTrainedModel
 
-from shardwright.architecture import HFClassInit, HFShape, NormalInit, OnesInit, ZerosInit
+from shardwright.architecture import (
+    HFClassInit,
+    HFShape,
+    NormalInit,
+    OnesInit,
+    ZerosInit,
+    read_config,
+)
 from shardwright.architecture.adapter_targets import add_adapters
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.model import ModelSection
-from shardwright.errors import ArchitectureError, LayoutError, RecipeError
+from shardwright.errors import ArchitectureError, LayoutError, RecipeError, WeightsError
+from shardwright.inference.export import build_probe_ids, check_with_transformers
 from shardwright.layout import Layout
 from shardwright.model.document_rows import split_documents
 from shardwright.model.hf.hf_decoder import build_decoder
@@ -31,7 +39,7 @@ from shardwright.model.weight_init import initialise_parameter
 from shardwright.numerics import chunked_cross_entropy
 from shardwright.numerics.chunked_loss import ChunkedLoss
 from shardwright.placement import place_model
-from tests.unit.model.hf_models import HF_CONFIGS
+from tests.unit.model.hf_models import HF_CONFIGS, SPARSE_HF_CONFIG
 
 
 def read_shape(family: str, **changes: Any) -> HFShape:
@@ -57,6 +65,79 @@ def save_model(family: str, folder: Path) -> Any:
     )
     model.config.to_json_file(folder / "config.json", use_diff=False)
     return model
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "kind"),
+    [
+        (16, torch.float32, "grouped_mm"),
+        (16, torch.float64, "eager"),
+        (18, torch.float32, "eager"),
+        (20, torch.bfloat16, "eager"),
+    ],
+    ids=str,
+)
+def test_experts_of_any_size_and_dtype_are_multiplied(
+    width: int, dtype: torch.dtype, kind: str
+) -> None:
+    """torch's grouped product raises for fp64, and for rows of other than 16 bytes."""
+    config = SPARSE_HF_CONFIG | {"moe_intermediate_size": width}
+    shape = read_model_shape(config, ModelSection(config=config, dropout="off"))
+    decoder = build_decoder(shape, compute_dtype=dtype).to_empty(device="cpu").to(dtype)
+    assert decoder.hf_module.config._experts_implementation == kind
+    changes = {key: value for key, value in config.items() if key != "model_type"}
+    hf_model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen2_moe", **changes), dtype=dtype, experts_implementation="eager"
+    )
+    parameters = dict(hf_model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(parameters[name])
+        ids_BT = torch.randint(0, 61, (2, 12))
+        logits_BTV = decoder(ids_BT)
+        expected_BTV = hf_model.eval()(ids_BT).logits
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert torch.allclose(logits_BTV, expected_BTV, atol=tolerance)
+
+
+def test_a_folder_with_experts_of_any_size_is_checked(tmp_path: Path) -> None:
+    """Exports compare logits with transformers' for experts of 10 features too."""
+    config = {
+        "model_type": "mixtral",
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 10,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    shape = read_config(config)
+    decoder = build_decoder(shape)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(0.0, 0.3)
+    tensors = dict(decoder.named_parameters())
+    write_hf_folder(tmp_path / "out", shape, tensors.__getitem__, dtype=torch.float32)
+    ids_BT = build_probe_ids(61, 12)
+    with torch.no_grad():
+        check_with_transformers(tmp_path / "out", decoder(ids_BT))
+
+
+def test_tensors_that_transformers_renames_are_refused(tmp_path: Path) -> None:
+    """Files of sparse classes have a tensor for each expert; the class has stacks of them."""
+    changes = {key: value for key, value in SPARSE_HF_CONFIG.items() if key != "model_type"}
+    hf_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **changes))
+    hf_model.save_pretrained(tmp_path / "files")
+    hf_model.save_pretrained(tmp_path / "class", save_original_format=False)
+    shape = read_model_shape(
+        tmp_path / "files", ModelSection(path=str(tmp_path / "files"), dropout="off")
+    )
+    with pytest.raises(WeightsError, match="save_original_format=False"):
+        WeightsFolder(tmp_path / "files").check(shape)
+    WeightsFolder(tmp_path / "class").check(shape)
 
 
 @pytest.mark.parametrize("family", sorted(HF_CONFIGS))

@@ -70,7 +70,11 @@ class HFDecoder(Decoder):
         """Add the class's modules; wrap its blocks and its head."""
         assert isinstance(shape, HFShape), shape.family
         with torch.device("cpu"):  # buffers have values, which a meta device would lose
-            module = build_hf_module(shape, eager=self.attention == "explicit")
+            module = build_hf_module(
+                shape,
+                eager=self.attention == "explicit",
+                compute_dtype=self.compute_dtype or torch.float32,
+            )
         self.final_norm = None  # the modules after the blocks are not known
         # Not registered as a submodule: its children are added below, so that parameters keep
         # the names of the weight files.

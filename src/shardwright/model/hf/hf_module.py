@@ -22,8 +22,13 @@ from shardwright.config.model import ModelSection
 from shardwright.errors import ArchitectureError
 
 
-def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
+def build_hf_module(
+    shape: HFShape, *, eager: bool = False, compute_dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """Build the class's module with parameters on the meta device and real buffers.
+
+    Experts are multiplied one by one where torch has no grouped product for `compute_dtype` or the
+    experts' sizes.
 
     Args:
         eager: use eager attention in place of fused kernels.
@@ -37,7 +42,25 @@ def build_hf_module(shape: HFShape, *, eager: bool = False) -> nn.Module:
     if shape.is_dropout_disabled:
         disable_dropout(config)
     config.use_cache = False
-    return instantiate(config, shape.code_folder, _register_parameters_on_meta(), eager=eager)
+    module = instantiate(config, shape.code_folder, _register_parameters_on_meta(), eager=eager)
+    if has_grouped_products(module, compute_dtype):
+        return module
+    return instantiate(
+        config,
+        shape.code_folder,
+        _register_parameters_on_meta(),
+        eager=eager,
+        eager_experts=True,
+    )
+
+
+def has_grouped_products(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Return True if torch's grouped product computes every stack of matrices of a module."""
+    stacks = [parameter for parameter in module.parameters() if parameter.ndim == 3]
+    return not stacks or (
+        dtype != torch.float64
+        and all(size * dtype.itemsize % 16 == 0 for stack in stacks for size in stack.shape[1:])
+    )
 
 
 @contextmanager
@@ -69,13 +92,14 @@ def load_hf_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[An
     """Load a folder's model in float32 with transformers, and its report on the tensors.
 
     Dequantises 8-bit weights. Uses eager attention: for gemma2, older versions choose a kernel
-    that ignores its soft caps.
+    that ignores its soft caps. Multiplies experts one by one, whatever their sizes.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": "eager",
+        "experts_implementation": "eager",
         "trust_remote_code": trust_remote_code,
     }
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -136,9 +160,20 @@ def load_configuration(content: dict[str, Any], section: ModelSection) -> Any:
 
 
 def instantiate(
-    config: Any, code: str | None, context: AbstractContextManager[Any], *, eager: bool = False
+    config: Any,
+    code: str | None,
+    context: AbstractContextManager[Any],
+    *,
+    eager: bool = False,
+    eager_experts: bool = False,
 ) -> nn.Module:
-    """Build the module of a configuration; `code` is the folder of its own Python code.
+    """Build the module of a configuration.
+
+    Args:
+        code: folder of its own Python code.
+        context: entered while the module is built.
+        eager: use eager attention in place of fused kernels.
+        eager_experts: multiply experts one by one.
 
     Raises:
         ArchitectureError: transformers cannot build the model.
@@ -148,6 +183,8 @@ def instantiate(
     options: dict[str, Any] = {"trust_remote_code": code is not None, "dtype": torch.float32}
     if eager:
         options["attn_implementation"] = "eager"
+    if eager_experts:
+        options["experts_implementation"] = "eager"
     with context, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about token ids and kernels
         try:

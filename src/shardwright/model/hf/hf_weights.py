@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwright.architecture import ModelShape, ParameterSpec
+from shardwright.architecture import HFShape, ModelShape, ParameterSpec
 from shardwright.errors import WeightsError
 from shardwright.files import open_regular_file, read_text
 from shardwright.model.weight_init import DimRanges, resolve_bounds
@@ -148,7 +148,7 @@ class WeightsFolder:
             raise WeightsError(
                 _format_groups({"missing": missing, "surplus": surplus, "wrong": wrong}),
                 field=str(self.path),
-                remedy="config.json must describe exactly the tensors in the files",
+                remedy=_build_remedy(shape, is_renamed=bool(missing and surplus)),
             )
         if inert:
             logger.info(
@@ -292,6 +292,17 @@ def _read_slice(tensor: Any, bounds: Sequence[tuple[int, int]]) -> Tensor:
     if not bounds:  # a scalar has no dimension to slice
         return tensor[...]
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def _build_remedy(shape: ModelShape, *, is_renamed: bool) -> str:
+    """Return what to do about tensors that are not those of the model."""
+    if is_renamed and isinstance(shape, HFShape):
+        return (
+            f"If transformers renames or joins tensors when {shape.class_name} loads them, write "
+            "the class's own: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(new_folder, save_original_format=False)"
+        )
+    return "config.json must describe exactly the tensors in the files"
 
 
 def _list_weight_files(folder: Path) -> list[str]:
