@@ -87,9 +87,9 @@ class Disk:
         os.unlink(name)
         return descriptor
 
-    def reserve(self, descriptor: int, num_bytes: int) -> None:
-        """Allocate the blocks of a file, so that later writes find space; they read as zeros."""
-        os.posix_fallocate(descriptor, 0, num_bytes)
+    def reserve(self, descriptor: int, num_bytes: int, position: int = 0) -> None:
+        """Allocate blocks of a file, so that later writes find space; new ones read as zeros."""
+        os.posix_fallocate(descriptor, position, num_bytes)
 
     def read_at(self, descriptor: int, data: memoryview, position: int) -> None:
         """Fill `data` from byte `position`."""

@@ -6,7 +6,6 @@ Both copy whole storages. `PinnedStore` uses host memory and two copy streams of
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -156,7 +155,8 @@ class ScratchStore(ScratchTransfers):
             offset_bytes = self._size_bytes
             self._size_bytes += size_bytes
             self._attempt(
-                "enlarged", lambda: os.posix_fallocate(self._descriptor, offset_bytes, size_bytes)
+                "enlarged",
+                partial(self._disk.reserve, self._descriptor, size_bytes, offset_bytes),
             )
         job = self._start_write(offset_bytes, data)
         return _Region(offset_bytes, size_bytes, [job]), lambda: self._wait(job)

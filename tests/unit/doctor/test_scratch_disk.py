@@ -73,7 +73,7 @@ def test_ranks_share_a_tenth_of_the_free_space(
 
 def test_a_disk_that_cannot_be_written_fails_with_its_folder(tmp_path: Path) -> None:
     class FullDisk(Disk):
-        def reserve(self, descriptor: int, num_bytes: int) -> None:
+        def reserve(self, descriptor: int, num_bytes: int, position: int = 0) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     rate = measure_scratch(str(tmp_path), disk=FullDisk())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from shardwright.config import Recipe
 from shardwright.data.loader import read_step_micro_batches
 from shardwright.data.sample_order import SampleOrder
 from shardwright.errors import OffloadFailed, RecipeError
+from shardwright.layout.saved_results import LayerResults, RecomputeChoice
 from shardwright.offload import ActivationOffload
 from shardwright.offload.activation_store import ScratchStore
 from shardwright.offload.state_buckets import PAGE_BYTES
@@ -46,10 +48,21 @@ def build_deep_recipe(folder: Path, config: dict[str, Any], **sections: Any) -> 
 
 
 def compute_gradients(
-    recipe: Recipe, *, compile_backend: str | None = None
+    recipe: Recipe,
+    *,
+    compile_backend: str | None = None,
+    saved: tuple[LayerResults, ...] | None = None,
 ) -> tuple[dict[str, Tensor], int, ActivationOffload | None]:
-    """Return the gradients of a step, its live bytes after the last block, and the offloading."""
+    """Return the gradients of a step, its live bytes after the last block, and the offloading.
+
+    Args:
+        saved: Results that each layer saves, in place of the recipe's recomputation.
+    """
     validated_run = validate_run(recipe, 1)
+    if saved is not None:
+        choice = RecomputeChoice(saved, "test", "none", 0.0, 0.0, 0.0, 0.0)
+        plan = replace(validated_run.plan, recompute="mixed", recompute_choice=choice)
+        validated_run = replace(validated_run, plan=plan)
     state = build_state(validated_run, torch.device("cpu"))
     if compile_backend is not None:
         state.model.decoder.compile_blocks(backend=compile_backend)
@@ -110,6 +123,36 @@ def test_gradients_are_those_of_resident_tensors_and_live_bytes_fall(
         assert offloaded.peak_bytes > 4 * input_bytes
 
 
+SAVED: tuple[LayerResults, ...] = (
+    None,  # everything
+    frozenset(),
+    frozenset(["attention"]),
+    frozenset(["projections"]),
+    frozenset(["gate_up"]),
+    frozenset(["attention", "projections", "attention_out", "gate_up"]),
+)
+
+
+def test_saved_results_of_each_layer_leave_and_return(tmp_path: Path) -> None:
+    plain, _, _ = compute_gradients(build_deep_recipe(tmp_path, DENSE))
+    expected, resident_bytes, _ = compute_gradients(build_deep_recipe(tmp_path, DENSE), saved=SAVED)
+    offload = {"activations": "disk", "buffer_bytes": 8192}
+    got, live_bytes, offloaded = compute_gradients(
+        build_deep_recipe(tmp_path, DENSE, offload=offload), saved=SAVED
+    )
+    assert_same(plain, expected)
+    assert_same(expected, got)
+    assert offloaded is not None
+    counts = offloaded.store.counts
+    assert offloaded.num_bytes == 0
+    assert counts.written_bytes == counts.read_bytes == offloaded.peak_bytes
+    assert resident_bytes - live_bytes > 0.75 * offloaded.peak_bytes
+    # Inputs, projections of one layer (queries, and half as many keys and values), both products of
+    # another one's gates, attention of a third, and all of the first.
+    hidden_bytes = ROWS * TOKENS * 64 * 4
+    assert offloaded.peak_bytes > (NUM_LAYERS - 1 + 2 + 4 + 1 + 8) * hidden_bytes
+
+
 class WaitingDisk(Disk):
     """Disk whose transfers wait for an event."""
 
@@ -153,28 +196,36 @@ def test_memory_is_free_once_its_transfer_has_been_waited_for(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch's tracing
-def test_compiled_blocks_offload_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_offload_too(tmp_path: Path, recompute: str) -> None:
     expected, _, _ = compute_gradients(
-        build_deep_recipe(tmp_path, DENSE), compile_backend="aot_eager"
+        build_deep_recipe(tmp_path, DENSE, recompute=recompute), compile_backend="aot_eager"
     )
     got, _, offloaded = compute_gradients(
-        build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"}),
+        build_deep_recipe(tmp_path, DENSE, recompute=recompute, offload={"activations": "disk"}),
         compile_backend="aot_eager",
     )
     assert_same(expected, got)
     assert offloaded is not None
-    assert offloaded.peak_bytes > (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
+    assert offloaded.num_bytes == 0
+    input_bytes = (NUM_LAYERS - 1) * ROWS * TOKENS * 64 * 4
+    if recompute == "full":  # the compiler saves the state of the random generator too
+        state_bytes = (NUM_LAYERS - 1) * torch.get_rng_state().nbytes
+        assert input_bytes <= offloaded.peak_bytes <= input_bytes + state_bytes
+    else:
+        assert offloaded.peak_bytes > 4 * input_bytes
 
 
-@pytest.mark.parametrize("method", ["read_at", "write_at"])
+@pytest.mark.parametrize(
+    ("method", "verb"), [("reserve", "enlarged"), ("read_at", "read"), ("write_at", "written")]
+)
 def test_a_failing_disk_ends_the_step_with_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, verb: str
 ) -> None:
     def fail(*_arguments: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(Disk, method, fail)
-    verb = "read" if method == "read_at" else "written"
     with pytest.raises(OffloadFailed, match=f"offload.activations: .* could not be {verb}"):
         compute_gradients(build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"}))
 
@@ -212,20 +263,30 @@ def test_the_rehearsal_counts_the_bytes_that_leave_in_a_run(tmp_path: Path) -> N
         assert memory.offloaded_bytes == (report.offloaded_bytes,)
 
 
-def test_too_little_space_for_full_rows_is_a_warning(
+def test_too_little_space_for_rows_of_one_length_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not an error: shorter rows save less."""
+    """The need is what a step writes. Documents without packing may be shorter: a warning."""
     recipe = build_deep_recipe(tmp_path, DENSE, offload={"activations": "disk"})
+    validate_run(recipe, 1)
+    _, _, offloaded = compute_gradients(recipe)
+    assert offloaded is not None
     status = os.statvfs(tmp_path)
-    validate_run(recipe, 1)
-    assert "need up to" not in caplog.text
-    full = os.statvfs_result((4096, 4096, 10, 2, 2, *status[5:10]))
-    monkeypatch.setattr(offload_checks.os, "statvfs", lambda path: full)
-    validate_run(recipe, 1)
-    assert (
-        "8.00 KiB free, and the saved tensors of the ranks of this node need up to" in caplog.text
+    num_pages = 0
+    monkeypatch.setattr(
+        offload_checks.os,
+        "statvfs",
+        lambda path: os.statvfs_result((4096, 4096, 10, num_pages, num_pages, *status[5:10])),
     )
+    num_pages = int(1.04 * offloaded.peak_bytes) // 4096
+    validate_run(recipe, 1)
+    num_pages = int(0.9 * offloaded.peak_bytes) // 4096
+    assert "need up to" not in caplog.text
+    with pytest.raises(RecipeError, match=r"offload\.dir: .*for the saved tensors.*allowed: at le"):
+        validate_run(recipe, 1)
+    data = recipe.data.model_copy(update={"packing": "none"})
+    validate_run(recipe.model_copy(update={"data": data}), 1)
+    assert "the saved tensors of the ranks of this node need up to" in caplog.text
 
 
 def test_on_a_cpu_the_host_tier_moves_nothing_and_says_so(

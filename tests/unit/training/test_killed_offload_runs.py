@@ -24,6 +24,7 @@ from shardwright.config import Recipe
 from shardwright.training.run import train
 from tests import forked
 from tests.unit.training import (
+    test_activation_offload_run,
     test_offload_run,
     test_parameter_offload_run,
     test_trained_offload_run,
@@ -35,6 +36,7 @@ OPERATIONS = ("create_scratch", "reserve", "read_until_end", "write_at")
 NUM_GROUPS = 12
 """Tests that share the operations of a run."""
 Build = Callable[..., Recipe]
+COPIED = {"kind": "bf16", "working_weights": True}
 KINDS: dict[str, tuple[Build, Build]] = {
     "states": (
         partial(test_offload_run.build_run, tier="none", every_steps=2),
@@ -52,6 +54,23 @@ KINDS: dict[str, tuple[Build, Build]] = {
             test_parameter_offload_run.build_run,
             offload=test_parameter_offload_run.DISK,
             max_steps=2,
+        ),
+    ),
+    "activations": (
+        partial(test_trained_offload_run.build_run, offload={}, max_steps=2),
+        partial(
+            test_trained_offload_run.build_run,
+            offload=test_activation_offload_run.DISK,
+            max_steps=2,
+        ),
+    ),
+    "working weights": (
+        partial(test_trained_offload_run.build_run, offload={}, max_steps=2, precision=COPIED),
+        partial(
+            test_trained_offload_run.build_run,
+            offload=test_trained_offload_run.DISK,
+            max_steps=2,
+            precision=COPIED,
         ),
     ),
 }
@@ -83,7 +102,14 @@ def resume_killed_runs(kind: str, folder: Path, numbers: Iterable[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"), [("states", 25), ("trained weights", 150), ("frozen weights", 40)]
+    ("kind", "number"),
+    [
+        ("states", 25),
+        ("trained weights", 150),
+        ("frozen weights", 40),
+        ("activations", 150),
+        ("working weights", 150),
+    ],
 )
 def test_a_run_killed_at_an_operation_resumes_with_the_same_bits(
     tmp_path: Path, kind: str, number: int

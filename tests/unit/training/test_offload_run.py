@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -97,16 +98,23 @@ def test_an_update_waits_until_a_background_save_has_written_the_states(
 
 
 class FailingDisk(Disk):
-    """Disk that fails at the n-th write of a scratch file."""
+    """Disk that fails at the n-th write of a scratch file, or reservation of its blocks."""
 
     def __init__(self, num_writes: int, code: int) -> None:
         self.remaining = num_writes
         self.code = code
 
-    def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+    def _count(self) -> None:
         self.remaining -= 1
         if self.remaining < 0:
             raise OSError(self.code, os.strerror(self.code))
+
+    def reserve(self, descriptor: int, num_bytes: int, position: int = 0) -> None:
+        self._count()
+        super().reserve(descriptor, num_bytes, position)
+
+    def write_at(self, descriptor: int, data: memoryview, position: int) -> None:
+        self._count()
         super().write_at(descriptor, data, position)
 
 
@@ -141,7 +149,8 @@ def resume_after_failure(
         else:
             return False
     assert str(folder / name) in message
-    assert f"could not be written: {os.strerror(code)}" in message
+    verb = r"could not be (written|enlarged|extended to [^:]+)|cannot be reserved in [^:]+"
+    assert re.search(rf"({verb}): {os.strerror(code)}", message)
     train(build(folder, name), resume=True)
     assert read_checkpoints(folder / name) == read_checkpoints(folder / "whole")
     return True

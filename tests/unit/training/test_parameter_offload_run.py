@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from shardwright.errors import OffloadFailed, RecipeError
 from shardwright.model.hf.hf_folder import write_hf_folder
 from shardwright.model.hf.hf_weights import WEIGHTS_FILE_NAME
 from shardwright.model.weight_init import initialise_parameter
+from shardwright.offload import weight_store
 from shardwright.telemetry.event_log import MemoryEvent, StepEvent, read_events
 from shardwright.training.checks import offload_checks
 from shardwright.training.checks.run_checks import validate_run
 from shardwright.training.run import train
 from tests.unit.training.finished import ALPHABET
 from tests.unit.training.test_loop import build_recipe
-from tests.unit.training.test_offload_run import read_checkpoints
+from tests.unit.training.test_offload_run import read_checkpoints, resume_after_failure
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 10, "hidden_size": 32, "intermediate_size": 64,
@@ -118,8 +121,6 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     verb: str,
     place: str,
 ) -> None:
-    from shardwright.offload import weight_store
-
     train(build_run(tmp_path, "whole", {}, adapters=adapters))
     defaults = weight_store.DiskWeightStore.__init__.__kwdefaults__
     with monkeypatch.context() as patch:
@@ -133,6 +134,25 @@ def test_a_failing_disk_ends_the_run_with_one_error_and_the_run_resumes(
     assert place in str(it.value)
     train(build_run(tmp_path, "run", DISK, adapters=adapters), resume=True)
     assert read_checkpoints(tmp_path / "run") == read_checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("first", [20, pytest.param(None, marks=pytest.mark.long)])
+def test_a_disk_that_is_full_at_any_write_ends_the_run_with_one_error_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None
+) -> None:
+    """NF4 codes are in a scratch file; `first` is the only write that fails, None is all."""
+    sections: dict[str, Any] = {"adapters": {"rank": 2, "quantize": "nf4"}, "max_steps": 2}
+    train(build_run(tmp_path, "whole", {}, **sections))
+    build = partial(build_run, offload=DISK, **sections)
+    numbers = itertools.count() if first is None else [first]
+    num_failed = 0
+    for number in numbers:
+        if not resume_after_failure(
+            tmp_path, monkeypatch, number, errno.ENOSPC, build, weight_store.DiskWeightStore
+        ):
+            break
+        num_failed += 1
+    assert num_failed > (0 if first is not None else 30)
 
 
 def test_a_model_file_that_changes_during_the_run_is_an_error(

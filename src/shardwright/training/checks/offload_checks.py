@@ -42,6 +42,9 @@ from shardwright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_PREDICTION_ERROR = 0.03
+"""Largest relative error of the predicted bytes of saved tensors."""
+
 
 @dataclass
 class _NodeBytes:
@@ -71,7 +74,7 @@ def check_offload(recipe: Recipe, plan: Plan, trained_names: Collection[str]) ->
     if section.activations != "none":
         if section.activations == "disk":
             _check_folder(_get_folder(recipe))
-        _warn_of_little_space(recipe, plan)
+        _check_activation_space(recipe, plan)
     if section.parameters != "none":
         if (
             section.parameters == "disk"
@@ -274,10 +277,14 @@ def open_stored_weights(recipe: Recipe, shape: ModelShape) -> StoredWeights | No
     return StoredWeights(folder)
 
 
-def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
-    """Warn if the saved tensors of full rows need more than the disk or the host memory has.
+def _check_activation_space(recipe: Recipe, plan: Plan) -> None:
+    """Check the space for the saved tensors of full rows on the disk or in host memory.
 
-    A warning, because shorter rows save less.
+    Too little is a warning where the bytes may be fewer: if rows may be shorter, if ranks of
+    pipelines or experts differ, and for host memory, of which other processes may free some.
+
+    Raises:
+        RecipeError: the disk is too small for bytes that are known.
     """
     tier = recipe.moved_offload.activations
     if tier == "none":
@@ -293,15 +300,28 @@ def _warn_of_little_space(recipe: Recipe, plan: Plan) -> None:
         folder = _get_folder(recipe)
         place = f"the disk of {folder}"
         free_bytes = _read_free_disk(folder)
-    if free_bytes is not None and free_bytes < needed_bytes:
-        logger.warning(
-            "offload.activations: %s has %s free, and the saved tensors of the ranks of this node "
-            "need up to %s if all rows are full. The run ends with an error when it is full. Free "
-            "space, set recompute: full, or make micro_batch_size smaller",
-            place,
-            format_bytes(free_bytes),
-            format_bytes(needed_bytes),
+    if free_bytes is None or free_bytes >= needed_bytes:
+        return
+    has_equal_ranks = plan.layout.ep == plan.layout.pp == 1
+    is_known = tier == "disk" and plan.batch.row_multiple is None and has_equal_ranks
+    if is_known and free_bytes < (1.0 - _PREDICTION_ERROR) * needed_bytes:
+        raise RecipeError(
+            f"{place} has not enough free space for the saved tensors of the ranks of this node, "
+            "whose rows all have training.sequence_length tokens",
+            field="offload.dir",
+            got=f"{format_bytes(free_bytes)} free",
+            allowed=f"at least {format_bytes(needed_bytes)}",
+            remedy="Free space, choose a folder on another disk, set recompute: full, or make "
+            "micro_batch_size smaller",
         )
+    logger.warning(
+        "offload.activations: %s has %s free, and the saved tensors of the ranks of this node "
+        "need up to %s if all rows are full. The run ends with an error when it is full. Free "
+        "space, set recompute: full, or make micro_batch_size smaller",
+        place,
+        format_bytes(free_bytes),
+        format_bytes(needed_bytes),
+    )
 
 
 def _get_folder(recipe: Recipe) -> Path:
