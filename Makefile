@@ -58,7 +58,7 @@ bench: $(BENCH_STAMP) ## tokens/s and memory against a plain loop, DeepSpeed and
 	@$(BIN)/python -m benchmarks.audit_findings
 	@$(BIN)/python -m benchmarks.audit_findings --publish
 
-gpu: ## what one GPU can show, with the given Python (PYTHON=...); PART=3/10 runs a part of under nine minutes; installs nothing
+gpu: ## what one GPU can show, with the given Python (PYTHON=...); PART=3/12 runs a part of under nine minutes; installs nothing
 	@PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks.gpu_parts $(if $(PART),--part $(PART)) $(ARGS)
 
 gpu-wheels: ## download the packages that make gpu needs beside torch to build/gpu-wheels, under 64 MiB (GPU_PYTHON=3.12)

@@ -4,7 +4,8 @@
 
 Forward and backward passes of a few layers of three models: packed documents against a dense mask,
 windows with soft caps and windows with sinks against explicit products. Writes seconds, peak bytes,
-the kernels' log line and the distance between the gradients of both.
+the kernels' log line, the operators that ran, the host's waits and the distance between the
+gradients of both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.attention_log import record_attention
 from benchmarks.gpu_kernels import wait
+from benchmarks.gpu_step_figures import count_steps
 from shardwright.architecture import NormalInit, read_config
 from shardwright.config.model import AttentionSetting
 from shardwright.config.training import PrecisionSection
@@ -151,7 +153,7 @@ def measure(
         "seconds": (time.perf_counter() - start_seconds) / _NUM_STEPS,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "kernels": kernels,
-    }
+    } | count_steps(run, device)
     return measured, [p.grad.cpu() for p in decoder.parameters() if p.grad is not None]
 
 

@@ -36,6 +36,7 @@ from benchmarks.gpu_kernels import wait
 from benchmarks.gpu_model import build_model, make_batch
 from benchmarks.gpu_quantised_steps import SIZES, Sizes, time_steps
 from benchmarks.gpu_step import choose_precision
+from benchmarks.gpu_step_figures import DeviceRates, measure_rates
 from shardwright.config.low_precision import (
     LowPrecisionRecipe,
     select_fast_products,
@@ -60,6 +61,8 @@ FAST = " fast accumulation"
 ALL_LAYERS = ", all layers"
 _NUM_MICRO_BATCHES = 4
 ACCUMULATED = f"{ALL_LAYERS}, {_NUM_MICRO_BATCHES} micro-batches"
+_LORA_RANK = 16
+LORA = f"{ALL_LAYERS}, LoRA of rank {_LORA_RANK}"
 PRODUCTS = ("compute_output", "compute_input_gradient", "compute_weight_gradient")
 EXPERT_PRODUCTS = ("compute_expert_output", "compute_expert_input_gradient")
 _EXPERT_SHARES = (0.5, 0.0, 0.3, 0.2)
@@ -205,11 +208,17 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _list_comparisons(
-    usable: Sequence[LowPrecisionRecipe], sizes: Sizes, shape_name: str, device: torch.device
+    usable: Sequence[LowPrecisionRecipe],
+    sizes: Sizes,
+    shape_name: str,
+    device: torch.device,
+    rates: DeviceRates,
 ) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
     """List the sections, names and functions of everything but compiled steps."""
     recipes = (None, *usable)
-    time = partial(time_steps, sizes=sizes, name=shape_name, device=device, is_compiled=False)
+    time = partial(
+        time_steps, sizes=sizes, name=shape_name, device=device, is_compiled=False, rates=rates
+    )
     train = partial(train_curve, sizes=sizes, device=device)
     seeds = range(sizes.curve_seeds)
     return [
@@ -226,15 +235,18 @@ def _list_compiled_steps(
     shape_name: str,
     device: torch.device,
     arguments: argparse.Namespace,
+    rates: DeviceRates,
 ) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
     """List compiled steps of some or, with `all_layers`, all layers; the latter are not compiled on
     a CPU, where that takes long. All steps of all layers have the same graphs.
     """
     is_compiled = device.type == "cuda"
-    if not is_compiled and not arguments.all_layers:
+    if not is_compiled and not (arguments.all_layers or arguments.lora):
         return []
     kind = ", compiled" if is_compiled else ""
     suffixes = (ALL_LAYERS, ACCUMULATED) if arguments.all_layers else ("",)
+    if arguments.lora:
+        suffixes = (LORA,)
     return [
         (
             "steps",
@@ -248,6 +260,8 @@ def _list_compiled_steps(
                 is_compiled,
                 bool(suffix),
                 _NUM_MICRO_BATCHES if suffix == ACCUMULATED else 1,
+                _LORA_RANK if suffix == LORA else None,
+                rates=rates,
             ),
         )
         for suffix in suffixes[: 1 if arguments.compile_only else None]
@@ -272,6 +286,11 @@ def main() -> None:
         "--all-layers",
         action="store_true",
         help="steps of all layers, and nothing else; without it everything else",
+    )
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="steps of all layers with adapters over the frozen base, and nothing else",
     )
     parser.add_argument(
         "--compile-only",
@@ -309,9 +328,10 @@ def main() -> None:
         target.write_text(json.dumps(result, indent=1) + "\n")
 
     comparisons: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
-    if not arguments.all_layers and not arguments.compile_only:
-        comparisons = _list_comparisons(usable, sizes, shape_name, device)
-    comparisons += _list_compiled_steps(usable, sizes, shape_name, device, arguments)
+    rates = measure_rates(device, "bf16")
+    if not (arguments.all_layers or arguments.lora or arguments.compile_only):
+        comparisons = _list_comparisons(usable, sizes, shape_name, device, rates)
+    comparisons += _list_compiled_steps(usable, sizes, shape_name, device, arguments, rates)
     for comparison in comparisons:
         record(*comparison)
     distant = [

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.gpu_figures import STEP_HEADER, format_step
 from benchmarks.table import escape_cell, render_text_table
 
 LOW_PRECISION = """\
 Distance: norm of the difference between a kernel's result and its emulation on the same device,
 over the norm of the latter; at most {limit:g}. Steps are those of {num_layers} layer(s) of {shape}
-with the optimizer, or of all with 8-bit AdamW; passes are without the optimizer. Curves are of a
-small model on the text of Python's standard library, in 8 and 4 bits from the weights of the first
-seed. Final loss is the mean of the last 20 steps, in which elements are counted."""
+with the optimizer, or of all with 8-bit AdamW; passes are without the optimizer. MFU is over the
+rate of bf16 products. Steps with LoRA have a frozen base, whose products are quantised. Curves are
+of a small model on the text of Python's standard library, in 8 and 4 bits from the weights of the
+first seed. Final loss is the mean of the last 20 steps, in which elements are counted."""
 
 FAST_ACCUMULATION = """\
 Fast accumulation leaves partial sums in the tensor cores, in about 14 bits; its distance is at most
@@ -94,6 +96,7 @@ def _render_kernels(kernels: dict[str, Any]) -> str:
 
 def _render_steps(steps: dict[str, Any]) -> list[str]:
     """Render times of the steps, and those of their kernels where they were profiled."""
+    header = ("step", "ms", "times bf16", "passes, times bf16", UPDATE, *STEP_HEADER)
     timed = [
         (
             name,
@@ -105,13 +108,12 @@ def _render_steps(steps: dict[str, Any]) -> list[str]:
                 for key in ("update_seconds", "update_kernel_seconds")
                 if key in row
             ),
-            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+            *format_step(row),
         )
         if "seconds" in row
-        else (name, escape_cell(row["failed"]), "", "", "", "")
+        else (name, escape_cell(row["failed"]), *("",) * (len(header) - 2))
         for name, row in steps.items()
     ]
-    header = ("step", "ms", "times bf16", "passes, times bf16", UPDATE, "peak GiB")
     kinds = [
         (name, *(f"{seconds * 1e3:.1f}" for seconds in row["kernel_seconds"].values()))
         for name, row in steps.items()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.attention_operators import select_attention
 from benchmarks.gpu_kernels import summarise_kernels
 from shardwright.architecture import read_config
 from shardwright.model.decoder import Decoder
@@ -72,9 +73,7 @@ def main() -> None:
             "worst_gradient_error": errors[worst],
             "limit": LIMITS[precision],
             "is_within_limit": max(errors.values()) <= LIMITS[precision],
-            "attention": sorted(
-                {event.key for event in recorded.key_averages() if "scaled_dot" in event.key}
-            ),
+            "attention": select_attention(event.key for event in recorded.key_averages()),
             "kernels": summarise_kernels(recorded, device)[:12],
         }
     result["float32_products"] = torch.get_float32_matmul_precision()

@@ -1,4 +1,4 @@
-"""Page of `make gpu`: one table of all steps, then numbers, speed, memory and kernels."""
+"""Page of `make gpu`: what each switch gives, all steps, then numbers, speed, memory, kernels."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.gpu_figures import STEP_HEADER, describe_host_waits, format_step
 from benchmarks.gpu_low_precision_page import (
     divide_bf16,
     join_low_precision,
     render_low_precision,
 )
+from benchmarks.gpu_switches import render_switches
 from benchmarks.table import escape_cell, render_conditions, render_gpu, render_text_table
 
 PREFACE = """\
 Made by `make gpu`. Every step is a process with its own time limit; a step that failed has its
-reason in the first table. Nothing is left out: steps that have not run are named. Seconds after a
-plus sign are those of processes that compiled a step's kernels before, several at once."""
+reason in the table of steps. Nothing is left out: steps that have not run are named. Seconds after
+a plus sign are those of processes that compiled a step's kernels before, several at once."""
 NUMBERS = """\
 A decoder of three blocks with random weights, forward and backward, against float64 on the CPU. The
 error is the norm of the difference over the norm of the exact values; the limits are 1e-4 in fp32
@@ -25,7 +27,8 @@ and 5e-2 in bf16."""
 ATTENTION = """\
 Forward and backward passes of four layers, {num_tokens:,} tokens in one row, with the kernels that
 `model.attention: auto` takes (on) and without them (off). The distance is that of all gradients, on
-from off, over their norm."""
+from off, over their norm. Operators names the kernels that the profiler saw, host waits are those
+of a pass."""
 
 FUNCTIONS = """\
 Updates and dequantisation of {num_elements:,} elements with `model.compile_functions` on and off,
@@ -42,10 +45,12 @@ residual sum are those of `model.fused_pointwise: compiled` and `none`, forward 
 loss by Liger's kernel (`model.loss_kernel: liger`, where it is installed) is next to one chunk."""
 
 OFFLOAD = """\
-Steps with states in host memory, each variant in a process of its own, on the same weights and
-tokens. Transfers: the longer one of the bytes to and from the device, at the rates of pinned copies
-measured in the same process. Ratio: the step over the longer one of the resident step and the
-transfers; 1 hides the shorter one."""
+Steps with states in host memory or on disk, each variant in a process of its own, on the same
+weights and tokens. Transfers: the longer one of the bytes to and from the device, at the rates of
+pinned copies measured in the same process; those of a disk are not measured. Ratio: the step over
+the longer one of the resident step and the transfers; 1 hides the shorter one. Times resident: the
+step over the resident one. Waiting: seconds in which the last step waited for transfers. Adapters
+are compared with the resident step of adapters."""
 
 _WRONG_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """Errors of reading a result that lacks something."""
@@ -61,7 +66,10 @@ def render_page(content: dict[str, Any]) -> str:
     verdict = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     device = _find_result(steps, "device")
     name = "one GPU" if device is None else f"one {device.get('name')}"
-    sections = [f"# On {name}", PREFACE, f"**{verdict}.**", _render_steps(steps)]
+    sections = [f"# On {name}", PREFACE]
+    if (switches := render_switches(steps)) is not None:
+        sections.append(switches)
+    sections += ["## Steps", f"**{verdict}.**", _render_steps(steps)]
     profiles = [step for step in steps if step["name"].startswith("profile")]
     sections += [
         *_render_safely(_render_device, device),
@@ -74,7 +82,7 @@ def render_page(content: dict[str, Any]) -> str:
             section
             for step in steps
             if step["name"].startswith("offload")
-            for section in _render_safely(_render_offload, step.get("result"))
+            for section in _render_safely(_render_offload, step if "result" in step else None)
         ),
         *(
             section
@@ -143,22 +151,23 @@ def _render_step_cost(step: dict[str, Any]) -> str:
     """Render the rates of the training loop with each of its switches off."""
     lines = [
         f"## {step['name'][0].upper()}{step['name'][1:]}",
-        "The whole training loop on random text, with one change in each row; seconds per step.",
-        "| variant | difference | compiled | seconds | tokens/s | peak GiB | reserved GiB |"
-        "\n|---|---|---|---|---|---|---|",
+        "The whole training loop on random text, with one change in each row; seconds per step. "
+        "With rows of many lengths, tokens/s and MFU count padding up to the whole length.",
     ]
-    for row in step["result"]["variants"]:
-        if "failure" in row:
-            lines[-1] += f"\n| {row['name']} | {row['failure']} | | | | | |"
-            continue
-        peak, reserved = (
-            "" if row[key] is None else f"{row[key] / 2**30:.2f}"
-            for key in ("peak_bytes", "reserved_bytes")
+    header = ("variant", "difference", "compiled", "seconds", *STEP_HEADER)
+    rows = [
+        (
+            row["name"],
+            row["difference"],
+            "yes" if row["compiled"] else "no",
+            f"{row['step_seconds']:.4f}",
+            *format_step(row),
         )
-        lines[-1] += (
-            f"\n| {row['name']} | {row['difference']} | {'yes' if row['compiled'] else 'no'} "
-            f"| {row['step_seconds']:.4f} | {row['tokens_per_second']:,.0f} | {peak} | {reserved} |"
-        )
+        if "step_seconds" in row
+        else (row["name"], escape_cell(row["failure"]), *("",) * (len(header) - 2))
+        for row in step["result"]["variants"]
+    ]
+    lines.append(render_text_table(header, rows))
     return "\n\n".join(lines)
 
 
@@ -294,12 +303,14 @@ def _render_attention(result: dict[str, Any]) -> str:
             f"{each['seconds'] * 1e3:.1f}" if "seconds" in each else each["failed"],
             f"{each['peak_bytes'] / 2**30:.2f}" if each.get("peak_bytes") else "",
             f"{row['distance']:.1e}" if side == "on" and "distance" in row else "",
+            ", ".join(each.get("attention_kernels", ())),
+            describe_host_waits(each) if "host_waits" in each else "",
             escape_cell("; ".join(each.get("kernels", ()))),
         )
         for name, row in result["attention"].items()
         for side, each in ((side, row[side]) for side in ("off", "on"))
     ]
-    header = ("case", "kernels", "ms", "peak GiB", "distance", "log")
+    header = ("case", "kernels", "ms", "peak GiB", "distance", "operators", "host waits", "log")
     return f"## Attention\n\n{ATTENTION.format(**result)}\n\n{render_text_table(header, rows)}"
 
 
@@ -323,23 +334,28 @@ def _render_functions(result: dict[str, Any]) -> str:
     return f"## Functions\n\n{FUNCTIONS.format(**result)}\n\n{render_text_table(header, rows)}"
 
 
-def _render_offload(result: dict[str, Any]) -> str:
+def _render_offload(step: dict[str, Any]) -> str:
     """Render the steps with offloaded states."""
+    times = ("seconds", "transfers", "ratio", "times resident", "waiting")
+    header = ("states", *times, "equal losses", *STEP_HEADER)
     rows = [
         (
             row["name"],
             f"{row['step_seconds']:.4f}",
             f"{row['transfer_seconds']:.4f}" if "transfer_seconds" in row else "",
             f"{row['ratio']:.2f}" if "ratio" in row else "",
+            f"{row['times_resident']:.2f}" if "times_resident" in row else "",
+            f"{row['waiting_seconds']:.4f}" if "waiting_seconds" in row else "",
             ("yes" if row["has_equal_losses"] else "no") if "has_equal_losses" in row else "",
-            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+            *format_step(row),
         )
         if "step_seconds" in row
-        else (row["name"], escape_cell(row["failure"]), "", "", "", "")
-        for row in result["offload"]
+        else (row["name"], escape_cell(row["failure"]), *("",) * (len(header) - 2))
+        for row in step["result"]["offload"]
     ]
-    header = ("states", "seconds", "transfers", "ratio", "equal losses", "peak GiB")
-    return "\n\n".join(["## Offload", OFFLOAD, render_text_table(header, rows)])
+    return "\n\n".join(
+        [f"## {step['name'].capitalize()}", OFFLOAD, render_text_table(header, rows)]
+    )
 
 
 def _render_profile(step: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """`make gpu`: what one GPU can show, in parts of less than nine minutes, most informative first.
 
     make gpu                                            every part, one after another
-    make gpu PART=3/10                                  one part
+    make gpu PART=3/12                                  one part
     make gpu ARGS="--goals --seconds 560"               the speeds we aim at, in 560 seconds
     make gpu ARGS="--seconds 240 --missing"             what is missing, in 240 seconds
     make gpu ARGS="--device cpu --shapes tiny"          a rehearsal without a GPU

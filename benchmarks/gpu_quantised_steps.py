@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.case import Case
 from benchmarks.gpu_kernels import summarise_kernels, wait
 from benchmarks.gpu_step import BuiltStep, build_step, choose_precision
+from benchmarks.gpu_step_figures import DeviceRates, count_steps, describe_step, read_peaks
 from benchmarks.shapes import SHAPES, TINY
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.telemetry.trace_summary import classify_kernel
@@ -92,33 +93,53 @@ def time_steps(
     is_compiled: bool,
     has_all_layers: bool = False,
     num_micro_batches: int = 1,
+    lora_rank: int | None = None,
+    *,
+    rates: DeviceRates,
 ) -> dict[str, Any]:
     """Time optimizer steps of some or all layers on random tokens, set up as a run is.
 
     Steps follow each other as in a run: the host waits for each gradient norm, not for the update.
 
+    Args:
+        lora_rank: Rank of adapters of all projections, whose base is frozen; None: all is trained.
+
     Returns:
-        Seconds of a step, those of its forward and backward pass, those of kernels of these passes
-        by kind, the kernels with the most time, and peak bytes; seconds of norm and update, after a
-        wait for the passes, and of their kernels.
+        The figures of every step (`StepFigures`); seconds of a step, those of its forward and
+        backward pass, those of kernels of these passes by kind, the kernels with the most time, and
+        peak bytes; seconds of norm and update, after a wait for the passes, and of their
+        kernels.
     """
     # As in a process of its own: graphs of other recipes count against the limit of recompilations.
     torch.compiler.reset()
     gc.collect()  # the model before this one
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    step = _build_step(recipe, sizes, name, device, is_compiled, has_all_layers, num_micro_batches)
+    with tempfile.TemporaryDirectory() as folder:
+        step = _build_step(
+            Path(folder),
+            *(recipe, sizes, name, device, is_compiled, has_all_layers),
+            *(num_micro_batches, lora_rank),
+        )
+        num_steps = max(2, sizes.timed_steps // num_micro_batches)
+        return _time_step(step, num_steps, device, rates)
+
+
+def _time_step(
+    step: BuiltStep, num_steps: int, device: torch.device, rates: DeviceRates
+) -> dict[str, Any]:
+    """Time a built step; its model's config.json must still be there, for the prediction."""
     for _ in range(2):
         step.run()
     wait(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    num_steps = max(2, sizes.timed_steps // num_micro_batches)
     start_seconds = time.perf_counter()
     for _ in range(num_steps):
         step.run()
     wait(device)
     seconds = (time.perf_counter() - start_seconds) / num_steps
+    peaks = read_peaks(device)
     pass_seconds: list[float] = []
     update_seconds: list[float] = []
     for _ in range(num_steps):
@@ -130,7 +151,6 @@ def time_steps(
         wait(device)
         pass_seconds.append(between_seconds - start_seconds)
         update_seconds.append(time.perf_counter() - between_seconds)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], acc_events=True) as recorded:
         step.run_passes()
@@ -140,10 +160,12 @@ def time_steps(
         step.run_update()
         wait(device)
     update_kernels = summarise_kernels(recorded, device)
+    counts = count_steps(step.run, device)
     return {
+        **describe_step(step.validated_run, rates, seconds, peaks, counts),
         "seconds": seconds,
         "pass_seconds": statistics.median(pass_seconds),
-        "peak_bytes": peak,
+        "peak_bytes": peaks["peak_allocated_bytes"],
         "kernel_seconds": sum_by_kind(kernels),
         "kernels": kernels[:_NUM_KERNELS],
         "update_seconds": statistics.median(update_seconds),
@@ -153,6 +175,7 @@ def time_steps(
 
 
 def _build_step(
+    folder: Path,
     recipe: LowPrecisionRecipe | None,
     sizes: Sizes,
     name: str,
@@ -160,39 +183,39 @@ def _build_step(
     is_compiled: bool,
     has_all_layers: bool,
     num_micro_batches: int,
+    lora_rank: int | None,
 ) -> BuiltStep:
     """Build a step of a run's model and optimizer.
 
-    All layers have 8-bit AdamW, to fit on one device.
+    All layers have 8-bit AdamW, to fit on one device, unless only adapters are trained.
     """
     config = (SHAPES | TINY)[name].config
     if name == "tiny":  # whole blocks of 128
         config = config | sizes.curve_config
     num_layers = sizes.all_layers if has_all_layers else sizes.layers
     rows, tokens = sizes.step_shape
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(
-            json.dumps(config | {"num_hidden_layers": num_layers})
-        )
-        case = Case(
-            contender="shardwright",
-            zero_stage=0,
-            precision="bf16",
-            weights_dir=folder,
-            world_size=1,
-            sequence_length=tokens,
-            micro_batch_size=rows,
-            compile=is_compiled,
-            optimizer="adamw_8bit" if has_all_layers else "adamw",
-            device=device.type,  # type: ignore[arg-type]
-            random_weights=True,
-        )
-        return build_step(
-            case,
-            device,
-            precision=choose_precision(recipe),
-            num_micro_batches=num_micro_batches,
-        )
+    text = json.dumps(config | {"num_hidden_layers": num_layers})
+    (folder / "config.json").write_text(text)
+    case = Case(
+        contender="shardwright",
+        zero_stage=0,
+        precision="bf16",
+        weights_dir=str(folder),
+        world_size=1,
+        sequence_length=tokens,
+        micro_batch_size=rows,
+        compile=is_compiled,
+        optimizer="adamw_8bit" if has_all_layers and lora_rank is None else "adamw",
+        lora_rank=lora_rank,
+        device=device.type,  # type: ignore[arg-type]
+        random_weights=True,
+    )
+    return build_step(
+        case,
+        device,
+        precision=choose_precision(recipe),
+        num_micro_batches=num_micro_batches,
+    )
 
 
 def sum_by_kind(kernels: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from shardwright.config.low_precision import FP8Section, LowPrecisionRecipe, NVF
 from shardwright.config.offload import OffloadSection
 from shardwright.config.training import PrecisionSection
 from shardwright.launch.rank_environment import RankEnvironment
+from shardwright.training.checks.run_checks import ValidatedRun
 from shardwright.training.memory_settings import agree_on_memory_settings
 from shardwright.training.rank_sync import RankSync
 from shardwright.training.setup import build_state
@@ -40,6 +41,7 @@ def choose_precision(recipe: LowPrecisionRecipe | None) -> PrecisionSection:
 class BuiltStep:
     """Functions that run a step's passes and its update, and what they train."""
 
+    validated_run: ValidatedRun
     state: TrainingState
     run_passes: Callable[[], StepLoss]
     run_update: Callable[[], StepUpdate]
@@ -57,8 +59,11 @@ def build_training_state(
     precision: PrecisionSection | None = None,
     offload: OffloadSection | None = None,
     num_micro_batches: int = 1,
-) -> TrainingState:
+) -> tuple[ValidatedRun, TrainingState]:
     """Build model and optimizer of a case, with the settings that a run chooses by free memory.
+
+    Returns:
+        The run with these settings, and its state.
 
     Args:
         precision: Replaces that of the case.
@@ -77,7 +82,7 @@ def build_training_state(
         device,
     )
     with draw_weights_on(device):
-        return build_state(validated_run, device)
+        return validated_run, build_state(validated_run, device)
 
 
 def build_step(
@@ -92,7 +97,7 @@ def build_step(
 
     The update of an offloaded optimizer may run during the next forward pass, as in a run.
     """
-    state = build_training_state(
+    validated_run, state = build_training_state(
         case,
         device,
         precision=precision,
@@ -115,5 +120,8 @@ def build_step(
         overlaps_forward=True,
     )
     return BuiltStep(
-        state, partial(accumulate_gradients, state.model, batches, seed=0, step=0), update
+        validated_run,
+        state,
+        partial(accumulate_gradients, state.model, batches, seed=0, step=0),
+        update,
     )

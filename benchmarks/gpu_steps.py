@@ -81,12 +81,17 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     result = "step-cost.json"
     command = (*command, f"{{out}}/{result}", *quick)
     steps.append(Step(f"step cost {name}-{length}", 4, 500, command, result, 250))
+    command = (*command, *(() if arguments.quick else ("--steps", "30")), "--more")
+    steps.append(Step(f"step cost more {name}-{length}", 11, 510, command, result, 330))
     command = (*MODULE, "benchmarks.gpu_offload", *config, str(length), str(rows))
     # Of the goals: the resident step, and moments on the host with either update.
     options: tuple[str, ...] = ("--num-variants", "3") if arguments.goals else ()
     if arguments.quick:
         options = ("--steps", "1", "--num-variants", "2")
-    command = (*command, "{out}/offload.json", *options)
+    command = (*command, "{out}/offload.json")
+    more = (*command, *(options if arguments.quick else ()), "--more")
+    steps.append(Step(f"offload more {name}-{length}", 12, 300, more, "offload.json", 170))
+    command = (*command, *options)
     seconds = 70 if arguments.goals else 140
     steps.append(Step(f"offload {name}-{length}", 8, 300, command, "offload.json", seconds))
     steps.sort(key=lambda step: step.part)
@@ -134,11 +139,11 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
         *(("-k", arguments.tests) if arguments.tests else ()),
     )
 
-    def test(name: str, part: int, seconds: float, *modules: str) -> Step:
+    def test(name: str, part: int, seconds: float, *modules: str, is_timed: bool = False) -> Step:
         files = tuple(f"tests/gpu/test_{module}.py" for module in modules)
         return Step(
             *(name, part, 300, (*tests, *files), "junit.xml", seconds),
-            is_timed=False,
+            is_timed=is_timed,
             code=("src/shardwright", *files),
         )
 
@@ -162,6 +167,7 @@ def _list_checks(arguments: argparse.Namespace) -> list[Step]:
         measure("functions", 2, 150, 60, sizes[1]),
         test("tests of training", 2, 65, "training_on_cuda", "optimizers_on_cuda"),
         test("other tests", 2, 60, *others),
+        test("tests of switches", 12, 120, "switches_on_nccl", is_timed=True),
     ]
 
 
@@ -261,9 +267,13 @@ def _list_low_precision(arguments: argparse.Namespace) -> list[Step]:
         seconds = 120
         for recipe in _COMPILED_RECIPES:
             all_layers += ("--only", f"steps/{recipe},*")
+    with_adapters = (*command, "--lora", *quick)
+    for recipe in () if quick else _COMPILED_RECIPES:
+        with_adapters += ("--only", f"steps/{recipe},*")
     return [
         Step("low precision", 7, 500, command, result, 230),
         Step("low precision all layers", 7, 400, all_layers, result, seconds, compiled),
+        Step("low precision lora", 12, 200, with_adapters, result, 110),
     ]
 
 

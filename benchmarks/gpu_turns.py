@@ -13,7 +13,8 @@ from benchmarks.case import Case
 from benchmarks.launch import Ranks, RanksFailed
 
 COUNTED_STEPS = 4
-"""Steps after the timed ones of the last round in which waits of the host are counted."""
+"""Steps after the timed ones of the last round in which waits of the host are counted. Attention is
+recorded in one more."""
 _MEMORY_FACTOR = 1.1
 """Free memory over the reserved memory of the largest contender so far, for the next to start."""
 
@@ -125,19 +126,24 @@ def _has_memory(alive: Mapping[str, dict[str, Any]]) -> bool:
 
 
 def _time(name: str, warm: dict[str, Any], ranks: Ranks, visits: Visits, rounds: Rounds) -> None:
-    """Time a round of a contender; count waits of the host in the last one."""
+    """Time a round of a contender; count waits and record attention in the last one."""
     replies = visits.replies[name]
     try:
         (timed,) = ranks.run_block(rounds.timed_steps)
         num_waits = None
+        attention: dict[str, Any] = {}
         if len(replies) + 1 == rounds.number:
             (counted,) = ranks.run_block(COUNTED_STEPS, "waits")
             num_waits = counted["num_waits"]
+            (recorded,) = ranks.run_block(1, "attention")
+            names = ("attention_operators", "attention_kernels")
+            attention = {name: recorded[name] for name in names}
     except RanksFailed as error:
         _record_failure(name, error, visits)
         return
     replies.append(
         timed
+        | attention
         | {
             "losses": warm["losses"] + timed["losses"],
             "warmup_seconds": warm["seconds"],

@@ -14,12 +14,13 @@ _VARIANT_SECONDS = 120.0
 
 
 def parse_variant_arguments(
-    description: str, variants: Collection[str], num_steps: int
+    description: str, variants: Collection[str], num_steps: int, *, has_sets: bool = False
 ) -> argparse.Namespace:
     """Parse the command line; `variant` is set in the process of one variant.
 
     Args:
         num_steps: measured steps by default.
+        has_sets: True if `--more` selects a second set of variants.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("device", choices=("cuda", "cpu"))
@@ -31,6 +32,8 @@ def parse_variant_arguments(
     parser.add_argument("--steps", type=int, default=num_steps, help="measured steps")
     parser.add_argument("--variant", choices=variants)
     parser.add_argument("--num-variants", type=int, default=len(variants))
+    if has_sets:
+        parser.add_argument("--more", action="store_true", help="the second set of variants")
     return parser.parse_args()
 
 

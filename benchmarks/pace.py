@@ -21,6 +21,7 @@ import torch
 from benchmarks.allocated import AllocationCounter
 
 if TYPE_CHECKING:
+    from benchmarks.attention_operators import AttentionRecorder
     from benchmarks.host_waits import HostWaitCounter
 
 
@@ -28,8 +29,8 @@ class Pace:
     """Timer of blocks of optimizer steps.
 
     Args:
-        commands: one line per block: the number of steps, optionally with `memory` or `waits`,
-            or `stop`.
+        commands: one line per block: the number of steps, optionally with `memory`, `waits` or
+            `attention`, or `stop`.
         replies: one JSON line per block.
         barrier: returns when all ranks have called it and the device is idle.
         device: `cpu` or `cuda`; decides which memory is measured.
@@ -47,8 +48,9 @@ class Pace:
         self._start_seconds = self._cpu_start_seconds = 0.0
         self._allocation_counter: AllocationCounter | None = None
         self._wait_counter: HostWaitCounter | None = None
+        self._attention_recorder: AttentionRecorder | None = None
         self.attention: list[str] = []
-        """Attention kernels that the contender has taken so far, each perhaps with its reason."""
+        """Attention kernels that the contender says it takes, each perhaps with its reason."""
         self.details: dict[str, Any] = {}
         self.build_start_seconds = time.perf_counter()
         self.count_resident_bytes: Callable[[], int] | None = None
@@ -86,6 +88,9 @@ class Pace:
             "attention": self.attention,
             "num_waits": num_waits,
         } | self._read_memory()
+        if self._attention_recorder is not None:
+            reply |= self._attention_recorder.end()
+            self._attention_recorder = None
         if self._allocation_counter is not None:
             assert self.count_resident_bytes is not None
             reply["peak_tensor_bytes"] = (
@@ -111,6 +116,10 @@ class Pace:
             from benchmarks.host_waits import HostWaitCounter  # its imports take memory
 
             self._wait_counter = HostWaitCounter()
+        if option == "attention":
+            from benchmarks.attention_operators import AttentionRecorder
+
+            self._attention_recorder = AttentionRecorder(self._device)
         self._start_seconds = time.perf_counter()
         self._cpu_start_seconds = time.process_time()
         return True

@@ -26,11 +26,12 @@ from shardwright.layout import Layout
 from shardwright.planner import Candidate, Predictor
 from shardwright.planner.memory_settings import predict_run
 from shardwright.planner.model_costs import get_model_facts
-from shardwright.planner.problem import describe_adapters
+from shardwright.planner.problem import build_plan_candidate, describe_adapters
 from shardwright.planner.rates.calibration import load_efficiencies
 
 if TYPE_CHECKING:
     from shardwright.doctor.examination import ExaminationRequest
+    from shardwright.training.checks.run_checks import ValidatedRun
 
 
 def build_request(
@@ -195,6 +196,12 @@ def predict_row(
     """
     shape = read_shape(config or read_model_config(case), case.lora_rank)
     return predict_step(shape.base_shape, build_candidate(case, shape), cluster)
+
+
+def predict_validated_run(validated_run: ValidatedRun, cluster: Cluster) -> dict[str, Any]:
+    """Predict a step of a run as its plan describes it."""
+    candidate = build_plan_candidate(validated_run.recipe, validated_run.plan)
+    return predict_step(validated_run.shape.base_shape, candidate, cluster)
 
 
 def describe_prediction(row: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import TITLES
-from benchmarks.gpu_figures import describe_host_waits, name_attention_kernels
+from benchmarks.gpu_figures import describe_host_waits, format_gib, name_attention_kernels
 
 CPU_GOALS = {"torch-loop": 1.0, "torch-loop-own-decoder": 1.0, "deepspeed": 1.1, "trainer": 1.15}
 """Goal for shardwright's tokens per second over the contender's, at no more memory."""
@@ -44,9 +44,10 @@ adapters of all projections, and the base is frozen. Where an option names the l
 as many as the planner says fit. Experts get the tokens that their random router chooses. Contenders
 of a case run in turn, each visit in a new process. MFU is model FLOPs (causal attention, no
 recomputation, no gradient of a frozen matrix) over the best square matrix product measured right
-before the case. Attention is the kernel that was taken. Graph breaks are the places where
-torch.compile stopped tracing. Host waits are those of a step for the device, counted in steps after
-the timed ones."""
+before the case. Attention names the kernels of the operators that one more step ran, as the
+profiler saw them: cuDNN, flash, varlen, efficient, flex or math; (log) marks earlier results, which
+have what the contender says instead. Graph breaks are the places where torch.compile stopped
+tracing. Host waits are those of a step for the device, counted in steps after the timed ones."""
 
 
 GPU_RATIOS = """\
@@ -198,7 +199,7 @@ def render_gpu(result: dict[str, Any]) -> list[str]:
         )
         sections.append(f"## {shape}\n\n{render_table(header, rows)}")
     rows = [(case["name"], case["contenders"].get(OURS, {})) for case in result["cases"]]
-    if predicted := [(name, row) for name, row in rows if "predicted" in row]:
+    if predicted := [(name, row) for name, row in rows if row.get("predicted")]:
         sections.append(
             f"## Predicted and measured\n\n{GPU_PREDICTIONS}\n\n{_render_predictions(predicted)}"
         )
@@ -279,8 +280,7 @@ def _format_memory(measured: float | None, predicted: float) -> list[str]:
 def _format_gpu_figures(row: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in row:
         return (row["failed"], "", "", "", "", "", "", "")
-    peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
-    gib = ["" if peak is None else f"{peak / 2**30:,.1f}" for peak in peaks]
+    gib = [format_gib(row[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved")]
     return (
         _format_rate(row),
         f"{row['mfu']:.1%}",

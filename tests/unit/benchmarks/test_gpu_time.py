@@ -57,7 +57,8 @@ class FakeRanks:
             raise RanksFailed(self.failures[self.name])
         free_bytes = 100 * GIB - self.used_bytes
         memory = {"peak_reserved_bytes": self.own_bytes, "free_bytes": free_bytes}
-        return [{"seconds": 1.0, "losses": [2.0], "num_waits": 8} | memory]
+        attention = {"attention_operators": ["aten::x"], "attention_kernels": [self.name]}
+        return [{"seconds": 1.0, "losses": [2.0], "num_waits": 8} | memory | attention]
 
 
 @pytest.fixture
@@ -77,12 +78,16 @@ def test_contenders_that_fit_together_take_turns_in_one_process_each(fake: type[
     fake.reserved_bytes = {"a": 40 * GIB, "b": 50 * GIB}
     visits = visit("a", "b")
     warm = ["import a", "import b", "a 3", "b 3"]
-    assert fake.log == [*warm, "a 5", "b 5", "a 5", "a 4 waits", "b 5", "b 4 waits", *fake.log[-2:]]
+    counted = [[f"{name} 5", f"{name} 4 waits", f"{name} 1 attention"] for name in "ab"]
+    turns = ["a 5", "b 5", *counted[0], *counted[1]]
+    assert fake.log == [*warm, *turns, *fake.log[-2:]]
     assert sorted(fake.log[-2:]) == ["end a", "end b"]
     assert visits.are_alive_together
     for replies in visits.replies.values():
         assert [reply["host_waits"] for reply in replies] == [None, 2.0]
         assert replies[0]["losses"] == [2.0, 2.0]
+    assert visits.replies["b"][-1]["attention_kernels"] == ["b"]
+    for replies in visits.replies.values():
         assert replies[0]["start_seconds"] == {"import": 1.0, "build": 2.0}
 
 
