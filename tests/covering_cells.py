@@ -33,7 +33,7 @@ def choose_covering_cells(cells: Sequence[GridCell]) -> list[GridCell]:
     cells = [
         replace(cell, case=shorten_pipeline(cell), offload=NOT_OFFLOADED)
         for cell in cells
-        if not cell.is_compiled
+        if not cell.is_compiled and cell.low_precision is None
     ]
     cells = [
         replace(cell, offload=offload, num_layers=choose_num_layers(cell.layout, offload))

@@ -69,8 +69,47 @@ SPARSE = DENSE | {
     "norm_topk_prob": True,
     "router_aux_loss_coef": 0.0,
 }
+_SIZES = {name: DENSE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": LENGTH,
+}
+PHI3 = DENSE | {"model_type": "phi3", "head_dim": 16}
+GPT_OSS: dict[str, Any] = DENSE | {
+    "model_type": "gpt_oss",
+    "intermediate_size": 64,
+    "sliding_window": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+DEEPSEEK: dict[str, Any] = _SIZES | {
+    "model_type": "deepseek_v3",
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 0,
+}
 BROAD_SPARSE = SPARSE | {"hidden_size": 128, "head_dim": 64, "moe_intermediate_size": 128}
 
+_FUSED_RATIOS = {"gate_up_proj": (1, 1), "c_attn": (1, 1, 1), "qkv_proj": (2, 1, 1)}
+"""Widths of the matrices of fused projections, with two query heads per key-value head."""
 _NEGATIVE_ZERO = 0x80
 _FP64_NOISE = 1e-14
 """Fraction of an operand's largest value below which elements are the noise of a sum in fp64."""
@@ -93,6 +132,8 @@ class Cell:
     """True if every third element of each matrix is zero."""
     length: int = LENGTH
     """Tokens of a row."""
+    has_documents: bool = False
+    """True if each row has documents of different lengths."""
 
 
 @dataclass
@@ -216,13 +257,18 @@ def read_micro_batches(cell: Cell, data_rank: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(7)
     ids_BT = torch.randint(0, 61, (NUM_ROWS, cell.length), generator=generator)
     positions_BT = torch.arange(cell.length).expand(NUM_ROWS, cell.length)
+    document_ids_BT = None
+    if cell.has_documents:
+        firsts_B = torch.tensor([37, 64, 90, 5])[:, None]
+        document_ids_BT = (positions_BT >= firsts_B).long()
+        positions_BT = positions_BT - firsts_B * document_ids_BT
     own = torch.arange(NUM_ROWS).chunk(cell.layout.data_ranks)[data_rank]
     return [
         MicroBatch(
             ids_BT[rows],
             ids_BT[rows].roll(-1, 1),
             positions_BT[rows],
-            None,
+            None if document_ids_BT is None else document_ids_BT[rows],
             rows,
             len(rows) * cell.length,
         )
@@ -280,7 +326,8 @@ def assemble_rows(cell: Cell, records: Sequence[StepRecord]) -> dict[OperandKey,
 
 
 def _join_columns(name: str, shards: Sequence[Tensor]) -> Tensor:
-    """Join the ranks' columns; of a fused projection, those of the gate first."""
-    num_parts = 2 if name.endswith("gate_up_proj") else 1
-    parts = zip(*(shard.chunk(num_parts, 1) for shard in shards), strict=True)
+    """Join the ranks' columns; of a fused projection, those of its first matrix first."""
+    ratios = next((found for part, found in _FUSED_RATIOS.items() if part in name), (1,))
+    widths = [shards[0].shape[1] * ratio // sum(ratios) for ratio in ratios]
+    parts = zip(*(shard.split(widths, 1) for shard in shards), strict=True)
     return torch.cat([column for part in parts for column in part], 1)

@@ -234,12 +234,67 @@ def use_e5m2() -> Iterator[None]:
         yield
 
 
-MUTATIONS = [take_scales_from_the_shard, transpose_scales, keep_stale_scales, use_e5m2]
+@contextmanager
+def let_stale_scales_overflow() -> Iterator[None]:
+    """Leave elements beyond the largest number unclamped, as a cast that does not saturate."""
+    with keep_stale_scales():
+        quantise = fp8.quantise
+
+        def overflow(
+            values: Tensor, scaling: Scaling, maxima: Tensor | None = None
+        ) -> QuantisedMatrix:
+            matrix = quantise(values, scaling, maxima)
+            scaled = fp8.apply_by_block(torch.mul, values.float(), matrix.multipliers, scaling)
+            is_beyond = scaled.abs() > torch.finfo(scaling.code_dtype).max
+            codes = torch.where(is_beyond, torch.nan, matrix.codes.float())
+            return matrix._replace(codes=codes.to(scaling.code_dtype))
+
+        with mock.patch.object(fp8, "quantise", overflow):
+            yield
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_wrong_scales_are_caught(ranks: RankPool, mutate: Any) -> None:
-    cell = build_cell(DENSE, "rowwise_with_gw_hp", TENSOR, 1)
+@contextmanager
+def transpose_block_scales() -> Iterator[None]:
+    """Give each block of fixed sizes the scale of the block in the transposed place."""
+    compute = fp8.compute_block_maxima
+
+    def compute_transposed(values: Tensor, scaling: Scaling) -> Tensor:
+        maxima = compute(values, scaling)
+        has_blocks = None not in (scaling.rows, scaling.columns)
+        return maxima.t().reshape(maxima.shape) if has_blocks else maxima
+
+    with mock.patch.object(fp8, "compute_block_maxima", compute_transposed):
+        yield
+
+
+MUTATED_CELLS = {
+    "rowwise_with_gw_hp": (DENSE, TENSOR),
+    "rowwise": (DENSE, TENSOR),
+    "tensorwise": (DENSE, TENSOR),
+    "mxfp8": (DENSE, TENSOR),
+    "blockwise": (BROAD, Layout(dp_replicate=2)),
+}
+"""Blocks of `mxfp8` and `blockwise` lie within a shard; `check_low_precision` refuses others."""
+MUTATIONS = [
+    *((recipe, mutate) for recipe in MUTATED_CELLS for mutate in (keep_stale_scales, use_e5m2)),
+    *(
+        (recipe, take_scales_from_the_shard)
+        for recipe in ("rowwise_with_gw_hp", "rowwise", "tensorwise")
+    ),
+    # One scale of the whole tensor has no other dim and no other place.
+    *((recipe, transpose_scales) for recipe in ("rowwise_with_gw_hp", "rowwise")),
+    *((recipe, transpose_block_scales) for recipe in ("mxfp8", "blockwise")),
+]
+
+
+def build_mutated_cell(recipe: str) -> Cell:
+    config, layout = MUTATED_CELLS[recipe]
+    return build_cell(config, recipe, layout, 1)
+
+
+@pytest.mark.parametrize(("recipe", "mutate"), MUTATIONS)
+def test_wrong_scales_are_caught(ranks: RankPool, recipe: str, mutate: Any) -> None:
+    cell = build_mutated_cell(recipe)
     expected, single = compute_reference(ranks, cell)
     records = ranks.run(2, run_cell, cell, mutate)
     if mutate is transpose_scales:  # shapes of the shards no longer agree with their names
@@ -249,26 +304,22 @@ def test_wrong_scales_are_caught(ranks: RankPool, mutate: Any) -> None:
         assert records[0].counts[:, 0].sum() > 0, "saturation shows a stale scale"
 
 
+@pytest.mark.parametrize("recipe", MUTATED_CELLS)
+def test_codes_that_do_not_saturate_are_caught(ranks: RankPool, recipe: str) -> None:
+    """Scales from own values never need it, so both sides have scales of half the maxima."""
+    cell = build_mutated_cell(recipe)
+    single = replace(cell, layout=Layout())
+    expected = assemble_rows(single, ranks.run(1, run_cell, single, keep_stale_scales))
+    assert compare(cell, ranks.run(2, run_cell, cell, keep_stale_scales), expected) == []
+    assert compare(cell, ranks.run(2, run_cell, cell, let_stale_scales_overflow), expected)
+
+
 @contextmanager
 def omit_outer_scales() -> Iterator[None]:
     """Use block scales only."""
     with mock.patch.object(
         nvfp4, "_compute_outer_scales", lambda maxima, outer: torch.ones_like(maxima)
     ):
-        yield
-
-
-@contextmanager
-def transpose_block_scales() -> Iterator[None]:
-    """Give each block of a weight the scale of the block in the transposed place."""
-    compute = fp8.compute_block_maxima
-
-    def compute_transposed(values: Tensor, scaling: Scaling) -> Tensor:
-        maxima = compute(values, scaling)
-        is_square = scaling.rows == scaling.columns == nvfp4.BLOCK
-        return maxima.t().reshape(maxima.shape) if is_square else maxima
-
-    with mock.patch.object(fp8, "compute_block_maxima", compute_transposed):
         yield
 
 

@@ -13,8 +13,18 @@ import pytest
 from shardwright.config.adapter_section import AdapterSection
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.layout import Layout
+from shardwright.schedule import PIPELINE_SCHEDULES
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.scaled_operands import DENSE, SPARSE, Cell, build_section
+from tests.multiprocess.scaled_operands import (
+    DEEPSEEK,
+    DENSE,
+    GPT2,
+    GPT_OSS,
+    PHI3,
+    SPARSE,
+    Cell,
+    build_section,
+)
 from tests.multiprocess.test_low_precision import assert_equals_one_process
 
 BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
@@ -66,6 +76,25 @@ SPARSE_LAYOUTS = {
     "zb_h1": (Layout(pp=2, schedule="zb_h1"), 4),
     "ep-zb_h1": (Layout(dp_shard=2, ep=2, pp=2, zero_stage=1, schedule="zb_h1"), 2),
 }
+SCHEDULES = {
+    name: (Layout(pp=2, schedule=name), 4)
+    for name in PIPELINE_SCHEDULES
+    if name not in ("1f1b", "zb_h1")
+}
+"""Schedules that `DENSE_LAYOUTS` does not have; the model has four layers for them."""
+DISPATCHES: dict[str, tuple[Layout, int]] = {
+    "halves": (Layout(dp_shard=2, ep=2, zero_stage=2, expert_dispatch="halves"), 1),
+    "once_per_rank": (Layout(dp_shard=2, ep=2, zero_stage=3, expert_dispatch="once_per_rank"), 1),
+    "halves-tp": (Layout(dp_shard=2, ep=2, tp=2, zero_stage=1, expert_dispatch="halves"), 2),
+}
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gpt2": (GPT2, ("zero3", "tp-sp", "ring", "zb_h1")),
+    "phi3": (PHI3, ("zero3", "tp-sp", "ring", "zb_h1")),
+    "gpt_oss": (GPT_OSS, ("zero3", "ep-zero2", "ep-ring", "zb_h1")),
+    "deepseek_v3": (DEEPSEEK, ("zero3", "ep-zero2", "ep-ring", "zb_h1")),
+}
+"""Other models, and their layouts."""
+FAMILY_RECIPES: tuple[LowPrecisionRecipe, ...] = ("rowwise_with_gw_hp", "mxfp8", "nvfp4")
 MICRO_BATCH_LAYOUTS = ("tp-sp", "tp", "1f1b", "zb_h1", "tp-zb_h1")
 """Layouts that recipes support whose scales span all tokens of a micro-batch."""
 PACKED_LAYOUTS = ("zero3", "zero3-tp", "ring-zb_h1")
@@ -109,10 +138,34 @@ def list_cells() -> dict[str, Cell]:
             for name in ("tp-sp", "zb_h1"):
                 cell = build_cell("dense", recipe, DENSE_LAYOUTS[name])
                 cells[f"{recipe}-{recompute}-{name}"] = replace(cell, recompute=recompute)
+        for name, layout in SCHEDULES.items():
+            cell = build_cell("dense", recipe, layout)
+            cells[f"{recipe}-{name}"] = replace(cell, config=cell.config | {"num_hidden_layers": 4})
+        if is_invariant:
+            for name in ("zero3", "ring", "all_gather", "zb_h1"):
+                cell = build_cell("dense", recipe, DENSE_LAYOUTS[name])
+                cells[f"{recipe}-documents-{name}"] = replace(cell, has_documents=True)
     for recipe in CONFIGS["sparse"]:
         for name, layout in SPARSE_LAYOUTS.items():
             if recipe != "rowwise" or name in MICRO_BATCH_LAYOUTS:
                 cells[f"{recipe}-experts-{name}"] = build_cell("sparse", recipe, layout)
+        if recipe == "rowwise":
+            continue
+        for name, layout in DISPATCHES.items():
+            cells[f"{recipe}-experts-{name}"] = build_cell("sparse", recipe, layout)
+        for name in ("ep-zero2", "zb_h1"):
+            cell = build_cell("sparse", recipe, SPARSE_LAYOUTS[name])
+            for recompute in ("selective", "full"):
+                cells[f"{recipe}-experts-{recompute}-{name}"] = replace(cell, recompute=recompute)
+            for quantize in (None, "nf4"):
+                kind = "lora" if quantize is None else "qlora"
+                adapters = AdapterSection(rank=4, quantize=quantize)
+                cells[f"{recipe}-experts-{kind}-{name}"] = replace(cell, adapters=adapters)
+    for family, (config, names) in FAMILIES.items():
+        for recipe in FAMILY_RECIPES:
+            for name in names:
+                layout = (DENSE_LAYOUTS | SPARSE_LAYOUTS)[name]
+                cells[f"{recipe}-{family}-{name}"] = Cell(config, build_section(recipe), *layout)
     return cells
 
 

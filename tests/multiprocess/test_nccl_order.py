@@ -296,13 +296,15 @@ def test_steps_under_every_layout_of_the_grid(
 
 def check_losses(cells: Sequence[GridCell], ordered_ranks: OrderedRankPool, path: Path) -> None:
     """Check the losses of two steps under each cell's layout against one process."""
-    for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
+    for group in group_by_reference(cells):
+        first = group[0]
+        case = first.case
         problem = VerificationProblem(
-            shape=read_grid_shape(model, num_layers),
+            shape=read_grid_shape(first.model, first.num_layers),
             frozen_names=frozenset(),
             attention="auto",
             optimizer=OptimizerSection(),
-            batch=BatchPlan(GRID_SEQUENCE_LENGTH, 2, case.accumulation, data_ranks),
+            batch=BatchPlan(GRID_SEQUENCE_LENGTH, 2, case.accumulation, first.layout.data_ranks),
             case=case,
             dtype="float32",
             seed=0,
@@ -313,7 +315,7 @@ def check_losses(cells: Sequence[GridCell], ordered_ranks: OrderedRankPool, path
             layout = chosen.layout
             plan = problem.build_plan(layout)
             for losses in ordered_ranks.run(layout.world_size, train_two_steps, problem, plan):
-                assert losses == pytest.approx(expected, rel=1e-4), (model, str(layout))
+                assert losses == pytest.approx(expected, rel=1e-4), (chosen.model, str(layout))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])

@@ -211,7 +211,9 @@ def _verify_all(max_ranks: int, json_output: bool) -> None:
         cell = row.cell
         result = row.result
         compiled = ["compiled"] if cell.is_compiled else []
-        case = ", ".join([str(cell.case), *sorted(cell.offload_properties), *compiled])
+        section = cell.low_precision
+        products = [] if section is None else [section.recipe]
+        case = ", ".join([str(cell.case), *sorted(cell.offload_properties), *compiled, *products])
         description = f"{cell.model:6} {cell.layout!s:62} {case:56}"
         if result is None:
             console.print(f"{description} refused: {cell.refusal}", style="dim", soft_wrap=True)

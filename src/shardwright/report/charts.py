@@ -150,6 +150,9 @@ def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
     def read_saturated(kind: str, step: StepEvent) -> float | None:
         return (step.fp8_saturated or {}).get(kind)
 
+    def read_nonfinite(kind: str, step: StepEvent) -> float | None:
+        return (step.fp8_nonfinite or {}).get(kind)
+
     build_curves = partial(build_value_chart, runs, axis, should_start_at_zero=True)
     return [
         chart
@@ -165,6 +168,13 @@ def _build_rounding_charts(runs: Sequence[Run], axis: StepAxis) -> list[Chart]:
                 f"Saturated quantised operands: {kind}",
                 "elements, all ranks",
                 partial(read_saturated, kind),
+                is_whole=True,
+            ),
+            build_curves(
+                f"fp8-nonfinite-{kind}",
+                f"Infinite or NaN operands before quantisation: {kind}",
+                "elements, all ranks",
+                partial(read_nonfinite, kind),
                 is_whole=True,
             ),
         )

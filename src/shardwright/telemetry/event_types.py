@@ -125,6 +125,8 @@ class StepEvent(Event):
     to the format's largest number, over all ranks, by kind of layer."""
     fp8_flushed: dict[str, float] | None = None
     """The same: fraction of the elements that became zero."""
+    fp8_nonfinite: dict[str, int] | None = None
+    """The same: elements that were infinite or NaN before they were quantised."""
     expert_load: float | None = None
     """Sparse models: tokens of the busiest expert / mean tokens per expert; 1 if all are
     equal."""

@@ -28,8 +28,8 @@ from shardwright.training.metrics.expert_load import (
 from shardwright.training.metrics.profiling import StepProfiler
 from shardwright.training.metrics.rank_metrics import MeasuredStep, RankMetrics, RankStepTimes
 from shardwright.training.metrics.rounding import (
+    RoundingMonitor,
     RoundingReport,
-    SaturationMonitor,
     read_rounding,
     sum_rounding_table,
 )
@@ -110,7 +110,7 @@ class TrainingLoop:
         )
         experts = validated_run.shape.experts
         low_precision = plan.precision.low_precision
-        self.saturation_monitor = SaturationMonitor(plan.precision.kind)
+        self.rounding_monitor = RoundingMonitor(plan.precision.kind)
         self.kind_of_scaled_weight = (
             {}
             if low_precision is None
@@ -396,11 +396,10 @@ class TrainingLoop:
         )
 
     def _collect_rounding(self, step: int, rounding: RoundingReport) -> dict[str, Any]:
-        """Return the step event's fields of quantised operands; warn if they saturate."""
-        warning = self.saturation_monitor.observe(rounding)
-        if warning is not None:
+        """Return the step event's fields of quantised operands; warn of wrong ones."""
+        for warning in self.rounding_monitor.observe(rounding):
             self.context.event_logger.log("warning", step=step, message=warning)
-        return {"fp8_saturated": rounding.saturated, "fp8_flushed": rounding.flushed}
+        return rounding.list_event_fields()
 
     def _collect_expert_fields(self, step: int, loads: ExpertLoads) -> dict[str, Any]:
         """Return the step event's fields of a sparse model; warn about an overloaded expert."""

@@ -5,18 +5,19 @@ A cell is a model, a layout and a case. `make verify-all` runs all cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwright.architecture import ModelShape, read_config
+from shardwright.config.low_precision import FP8Section, LowPrecisionSection, NVFP4Section
 from shardwright.config.offload import NOT_OFFLOADED, OffloadSection, OffloadTier
 from shardwright.errors import LayoutError
 from shardwright.layout import CpMethod, Layout
 from shardwright.layout.degrees import ZeroStage
 from shardwright.placement import place_model
 from shardwright.schedule import PIPELINE_SCHEDULES
-from shardwright.verification.cases import VerificationCase
+from shardwright.verification.cases import VerificationCase, VerificationDtype
 
 GRID_SEQUENCE_LENGTH = 16
 
@@ -97,6 +98,17 @@ COMPILED_CELLS = {
 """Layouts, and the model of each, of which a further cell compiles its blocks. Each takes many
 times as long as an uncompiled one."""
 
+LOW_PRECISION_CELLS: tuple[tuple[str, Layout, LowPrecisionSection], ...] = (
+    ("dense", Layout(dp_shard=2, zero_stage=3), FP8Section()),
+    ("tied", Layout(tp=2), FP8Section()),
+    ("dense", Layout(cp=2, cp_method="ring"), FP8Section()),
+    ("moe", Layout(dp_shard=2, ep=2, zero_stage=2), FP8Section()),
+    ("dense", Layout(pp=2, schedule="zb_h1"), NVFP4Section(experimental=True)),
+    ("tied", Layout(dp_shard=2, zero_stage=3), NVFP4Section(experimental=True)),
+)
+"""Models and layouts of which a further cell has quantised products, with equal ones in the
+reference. `test_low_precision_matrix` has every recipe under every layout."""
+
 
 @dataclass(frozen=True)
 class GridCell:
@@ -109,6 +121,13 @@ class GridCell:
     num_layers: int = NUM_GRID_LAYERS
     offload: OffloadSection = NOT_OFFLOADED
     is_compiled: bool = False
+    low_precision: LowPrecisionSection | None = None
+    """Quantised products; None multiplies in the cell's dtype."""
+
+    @property
+    def dtype(self) -> VerificationDtype:
+        """Dtype of the cell. Sums in float32 could round to other codes."""
+        return "float32" if self.low_precision is None else "float64"
 
     @property
     def offload_properties(self) -> frozenset[str]:
@@ -230,6 +249,11 @@ def list_cells(max_ranks: int = 16) -> list[GridCell]:
                 break
         if COMPILED_CELLS.get(layout) == model:
             cells.append(replace(cell, offload=NOT_OFFLOADED, is_compiled=True))
+    for number, (model, layout, section) in enumerate(LOW_PRECISION_CELLS):
+        if layout.world_size <= max_ranks:
+            case = _adapt_case(GRID_CASES[number], layout, read_grid_shape(model))
+            section = section.model_copy(update={"compute": "fp64", "emulate": True})
+            cells.append(GridCell(model, layout, case, low_precision=section))
     return cells
 
 
@@ -258,12 +282,11 @@ def _adapt_case(case: VerificationCase, layout: Layout, shape: ModelShape) -> Ve
     )
 
 
-def group_by_reference(
-    cells: Iterable[GridCell],
-) -> dict[tuple[str, int, VerificationCase, int], list[GridCell]]:
-    """Group cells that share a reference: same model, layers, case and number of data ranks."""
-    grouped: dict[tuple[str, int, VerificationCase, int], list[GridCell]] = {}
+def group_by_reference(cells: Iterable[GridCell]) -> list[list[GridCell]]:
+    """Group cells that share a reference: same model, layers, case, data ranks and products."""
+    grouped: dict[Hashable, list[GridCell]] = {}
     for cell in cells:
-        key = (cell.model, cell.num_layers, cell.case, cell.layout.data_ranks)
+        data_ranks = cell.layout.data_ranks
+        key = (cell.model, cell.num_layers, cell.case, data_ranks, cell.low_precision)
         grouped.setdefault(key, []).append(cell)
-    return grouped
+    return list(grouped.values())

@@ -169,7 +169,7 @@ def verify_grid(
     *,
     on_row: Callable[[GridCellResult], None],
 ) -> list[GridCellResult]:
-    """Run cells of the grid in float32; layouts that read the same batch share a reference.
+    """Run cells of the grid, each in its dtype; layouts that read the same batch share a reference.
 
     Args:
         on_row: called with every row when it is finished.
@@ -180,18 +180,24 @@ def verify_grid(
         cells = [replace(cell, refusal=obstacle) if cell.is_compiled else cell for cell in cells]
     with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
         path = Path(folder, "reference.safetensors")
-        for (model, num_layers, case, data_ranks), group in group_by_reference(cells).items():
+        for group in group_by_reference(cells):
+            first = group[0]
+            case = first.case
             problem = VerificationProblem(
-                shape=read_grid_shape(model, num_layers),
+                shape=read_grid_shape(first.model, first.num_layers),
                 frozen_names=frozenset(),
                 attention="auto",
                 optimizer=OptimizerSection(),
                 batch=BatchPlan(
-                    GRID_SEQUENCE_LENGTH, MICRO_BATCH_SIZE, case.accumulation, data_ranks
+                    GRID_SEQUENCE_LENGTH,
+                    MICRO_BATCH_SIZE,
+                    case.accumulation,
+                    first.layout.data_ranks,
                 ),
                 case=case,
-                dtype="float32",
+                dtype=first.dtype,
                 seed=0,
+                low_precision=first.low_precision,
             )
             if any(cell.refusal is None for cell in group):
                 pool.run(1, write_reference, problem, path)

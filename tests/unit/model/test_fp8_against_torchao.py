@@ -1,4 +1,7 @@
-"""Codes, scales and products equal those of torchao's reference on the same inputs."""
+"""Codes, scales and products equal those of torchao's reference on the same inputs.
+
+`test_products_against_torchao` has blocks of 128, and whole products of the other recipes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.products import fp8
-from shardwright.model.products.fp8 import E4M3, RECIPES, Scaling
+from shardwright.model.products.fp8 import E4M3, RECIPES
 from shardwright.model.products.scaled_product import ScaledProducts
 from tests.unit.model.test_fp8 import make_matrix
 
@@ -81,24 +84,6 @@ def test_codes_and_scales_are_those_of_mx_training(dtype: torch.dtype) -> None:
         ours = [each.t() if is_summed_over_rows else each for each in ours]
         assert torch.equal(ours[0].contiguous().view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(1 / ours[1], scales.float())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_and_scales_are_those_of_blockwise_training(dtype: torch.dtype) -> None:
-    pytest.importorskip("triton", reason="torchao's module imports it")
-    from torchao.prototype.blockwise_fp8_training import kernels
-
-    x_MK, w_NK, _ = make_operands(dtype)
-    cases = [
-        (kernels.torch_blockwise_scale_act_quant_lhs, x_MK, Scaling(1, 128)),
-        (kernels.torch_blockwise_scale_act_quant_rhs, x_MK, Scaling(128, 1)),
-        (kernels.torch_blockwise_scale_weight_quant, w_NK, Scaling(128, 128)),
-    ]
-    for quantise, values, scaling in cases:
-        codes, scales = quantise(values)
-        matrix = fp8.quantise(values, scaling)
-        assert torch.equal(matrix.codes.view(torch.uint8), codes.view(torch.uint8))
-        assert torch.equal(1 / matrix.multipliers, scales)
 
 
 def test_difference_beside_powers_of_two_is_torchaos_logarithm() -> None:

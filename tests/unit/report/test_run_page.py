@@ -188,6 +188,7 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
     rounding = {
         "fp8_flushed": {"attention": 0.25, "mlp": 0.5},
         "fp8_saturated": {"attention": 0, "mlp": 17},
+        "fp8_nonfinite": {"attention": 3, "mlp": 0},
     }
     run = write_events(
         tmp_path / "run", [make_start_event(), *(make_step(i, 2.0, **rounding) for i in (1, 2))]
@@ -205,6 +206,8 @@ def test_rounding_of_8_bit_operands_is_shown_by_kind_of_layer(tmp_path: Path) ->
         "fp8-flushed-mlp": 50.0,
         "fp8-saturated-attention": 0.0,
         "fp8-saturated-mlp": 17.0,
+        "fp8-nonfinite-attention": 3.0,
+        "fp8-nonfinite-mlp": 0.0,
     }
     assert "uantised operands" not in render(write_run(tmp_path / "wide", 3))
 

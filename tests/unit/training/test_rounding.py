@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
 import pytest
+import torch
 
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.errors import CheckpointError
 from shardwright.model.products import fp8, nvfp4
 from shardwright.model.products.operand import get_widest_blocks
-from shardwright.telemetry.event_log import StepEvent, WarningEvent, read_events
+from shardwright.model.products.scaled_product import ScaledProducts
+from shardwright.telemetry.event_log import SkippedStepEvent, StepEvent, WarningEvent, read_events
 from shardwright.training.checks.run_checks import validate_run
-from shardwright.training.metrics.rounding import RoundingReport, SaturationMonitor, read_rounding
+from shardwright.training.metrics.rounding import RoundingMonitor, RoundingReport, read_rounding
 from shardwright.training.run import train
 from tests.unit.training.finished import CONFIG
 from tests.unit.training.test_run_checks import build_recipe
@@ -24,23 +27,72 @@ KINDS = {"a": "attention", "b": "mlp", "c": "mlp"}
 
 
 def test_counts_are_summed_by_kind() -> None:
-    table = [0, 1, 0, 10, 0, 2, 0, 20, 3, 4, 0, 20]
+    table = [0, 1, 0, 10, 0, 2, 5, 20, 3, 4, 2, 20]
     report = read_rounding([float(number) for number in table], list(KINDS), KINDS)
     assert report.saturated == {"attention": 0, "mlp": 3}
     assert report.flushed == {"attention": 0.1, "mlp": 0.15}
+    assert report.nonfinite == {"attention": 0, "mlp": 7}
     assert report.saturated_weights == ("c",)
+    assert report.nonfinite_weights == ("b", "c")
 
 
 def test_persistent_saturation_is_named_once() -> None:
-    monitor = SaturationMonitor()
-    clean = RoundingReport({}, {}, ())
-    wrong = RoundingReport({}, {}, ("c",))
+    monitor = RoundingMonitor()
+    clean = RoundingReport({}, {}, {}, (), ())
+    wrong = RoundingReport({}, {}, {}, ("c",), ())
     warnings = [monitor.observe(each) for each in (wrong, wrong, clean, wrong, wrong, wrong, wrong)]
-    named = [warning for warning in warnings if warning is not None]
-    assert [warning is not None for warning in warnings].index(True) == 5
-    assert len(named) == 1
+    assert [len(each) for each in warnings] == [0, 0, 0, 0, 0, 1, 0]
+    named = warnings[5]
     assert "operands of c saturated in 3 logged steps" in named[0]
     assert "precision.fp8.exclude" in named[0]
+
+
+def test_overflow_is_named_in_the_first_logged_step_that_has_it() -> None:
+    monitor = RoundingMonitor("nvfp4")
+    clean = RoundingReport({}, {}, {}, (), ())
+    one = RoundingReport({}, {}, {}, (), ("b",))
+    two = RoundingReport({}, {}, {}, (), ("b", "c"))
+    warnings = [monitor.observe(each) for each in (clean, one, one, two, clean, two)]
+    assert [len(each) for each in warnings] == [0, 1, 0, 1, 0, 1]
+    assert "operands of b were infinite or NaN" in warnings[1][0]
+    assert "operands of c were" in warnings[3][0]
+    assert "operands of b and 1 more were" in warnings[5][0]
+    assert "precision.nvfp4.exclude" in warnings[1][0]
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"kind": "fp8", "fp8": {"compute": "fp32"}},
+        {"kind": "nvfp4", "nvfp4": {"compute": "fp32", "experimental": True}},
+    ],
+    ids=["fp8", "nvfp4"],
+)
+def test_a_run_logs_an_overflow(tmp_path: Path, precision: dict[str, Any]) -> None:
+    """One infinite activation in the second step reaches the event and a warning."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 32}
+    recipe = build_recipe(tmp_path, precision=precision, model={"config": CONFIG | wide})
+    compute = ScaledProducts.compute_output
+    num_calls = Counter[str]()
+
+    def overflow(self: ScaledProducts, x_MK: Any, w_NK: Any) -> Any:
+        num_calls[self.name] += 1
+        if "down_proj" in self.name and num_calls[self.name] == 3:
+            x_MK = x_MK.clone()
+            x_MK[0, 0] = torch.inf
+        return compute(self, x_MK, w_NK)
+
+    with mock.patch.object(ScaledProducts, "compute_output", overflow):
+        train(recipe)
+    events = list(read_events(tmp_path / "run/events.jsonl"))
+    skipped = [event.step for event in events if isinstance(event, SkippedStepEvent)]
+    assert len(skipped) == 1
+    for step in (event for event in events if isinstance(event, StepEvent)):
+        assert step.fp8_nonfinite is not None
+        assert set(step.fp8_nonfinite) == {"attention", "mlp"}
+        assert (step.fp8_nonfinite["mlp"] > 0) == (step.step in skipped)
+    warnings = [e for e in events if isinstance(e, WarningEvent) and "infinite or NaN" in e.message]
+    assert [warning.step for warning in warnings] == skipped
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
 
 from tests.covering_cells import choose_covering_cells, list_properties
@@ -72,8 +73,18 @@ def test_few_cells_cover_all_pairs_of_properties() -> None:
     assert list_pairs(chosen) == list_pairs(cells)
 
 
+def test_quantised_products_have_references_of_their_own() -> None:
+    cells = [cell for cell in list_cells() if cell.low_precision is not None]
+    assert {cell.model for cell in cells} == set(GRID_MODELS)
+    assert {cell.dtype for cell in cells} == {"float64"}
+    plain = [replace(cell, low_precision=None) for cell in cells]
+    assert {cell.dtype for cell in plain} == {"float32"}
+    assert len(group_by_reference([*cells, *plain])) == 2 * len(cells)
+    assert [cell for cell in list_cells(1) if cell.low_precision is not None] == []
+
+
 def test_cells_share_references() -> None:
     cells = list_cells()
     grouped = group_by_reference(cells)
-    assert sum(map(len, grouped.values())) == len(cells)
+    assert sum(map(len, grouped)) == len(cells)
     assert len(grouped) < len(cells) / 3

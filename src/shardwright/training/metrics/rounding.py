@@ -25,8 +25,20 @@ class RoundingReport:
     """Elements clamped to the format's largest number, by kind of layer."""
     flushed: dict[str, float]
     """Fraction of the elements that became zero, by kind of layer."""
+    nonfinite: dict[str, int]
+    """Elements that were infinite or NaN before they were quantised, by kind of layer."""
     saturated_weights: tuple[str, ...]
     """Weights whose products have saturated elements."""
+    nonfinite_weights: tuple[str, ...]
+    """Weights whose products have infinite or NaN elements."""
+
+    def list_event_fields(self) -> dict[str, dict[str, int] | dict[str, float]]:
+        """List the fields of the step event."""
+        return {
+            "fp8_saturated": self.saturated,
+            "fp8_flushed": self.flushed,
+            "fp8_nonfinite": self.nonfinite,
+        }
 
 
 def read_rounding(
@@ -42,34 +54,56 @@ def read_rounding(
     return RoundingReport(
         {kind: int(row[0]) for kind, row in sums.items()},
         {kind: row[1] / max(1.0, row[3]) for kind, row in sums.items()},
+        {kind: int(row[2]) for kind, row in sums.items()},
         tuple(name for name, row in zip(names, rows, strict=True) if row[0] > 0),
+        tuple(name for name, row in zip(names, rows, strict=True) if row[2] > 0),
     )
 
 
 @dataclass
-class SaturationMonitor:
-    """Detector of weights whose products saturate in several logged steps in a row.
+class RoundingMonitor:
+    """Detector of weights whose products overflow, or saturate in several logged steps in a row.
 
-    A scale follows from the values that it scales, so none should.
+    A scale follows from the values that it scales, so none should saturate.
     """
 
     NUM_STEPS = 3
 
     kind: str = "fp8"
     """Kind of the run's precision."""
-    _num_in_a_row: dict[str, int] = field(default_factory=dict)
+    _num_saturated: dict[str, int] = field(default_factory=dict)
+    _num_nonfinite: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, report: RoundingReport) -> str | None:
-        """Add a logged step; return a warning when weights reach `NUM_STEPS` in a row."""
-        self._num_in_a_row = {
-            name: self._num_in_a_row.get(name, 0) + 1 for name in report.saturated_weights
-        }
-        found = [name for name, number in self._num_in_a_row.items() if number == self.NUM_STEPS]
-        if not found:
-            return None
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return (
-            f"quantised operands of {found[0]}{others} saturated in {self.NUM_STEPS} logged steps "
-            "in a row: their scales do not belong to their values. Exclude them by "
-            f"precision.{self.kind}.exclude, and report it"
-        )
+    def observe(self, report: RoundingReport) -> list[str]:
+        """Add a logged step; return warnings of weights that saturated in `NUM_STEPS` in a row, and
+        of weights that overflow in this step but did not in the one before."""
+        self._num_saturated = _count_in_a_row(self._num_saturated, report.saturated_weights)
+        self._num_nonfinite = _count_in_a_row(self._num_nonfinite, report.nonfinite_weights)
+        warnings = []
+        if saturated := _name_weights(self._num_saturated, self.NUM_STEPS):
+            warnings.append(
+                f"quantised operands of {saturated} saturated in {self.NUM_STEPS} logged steps "
+                "in a row: their scales do not belong to their values. Exclude them by "
+                f"precision.{self.kind}.exclude, and report it"
+            )
+        if nonfinite := _name_weights(self._num_nonfinite, 1):
+            warnings.append(
+                f"operands of {nonfinite} were infinite or NaN before they were quantised, and so "
+                "are their products. If the run overflows with this precision only, exclude the "
+                f"layers that overflow by precision.{self.kind}.exclude; else lower the learning "
+                "rate"
+            )
+        return warnings
+
+
+def _count_in_a_row(previous: Mapping[str, int], weights: Sequence[str]) -> dict[str, int]:
+    """Count for each of a step's weights the logged steps in a row that had it."""
+    return {name: previous.get(name, 0) + 1 for name in weights}
+
+
+def _name_weights(num_in_a_row: Mapping[str, int], num_steps: int) -> str:
+    """Name the first weight that reached a number of steps; state how many more did."""
+    found = [name for name, number in num_in_a_row.items() if number == num_steps]
+    if not found:
+        return ""
+    return f"{found[0]} and {len(found) - 1} more" if len(found) > 1 else found[0]
