@@ -14,7 +14,17 @@ from tests.hostcuda.library import find_obstacle
 ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 # Ranks that a launcher starts have no device; `test_runs_over_nccl.py` has it.
-SESSION = [ON_DEVICE, "tests/gpu", "--ignore-glob=tests/gpu/*_on_nccl.py", "-m", "not long"]
+OFFLOADING = ("*offload*", "test_host_update.py")
+SESSIONS = {
+    "offloading": [
+        *(str(path) for glob in OFFLOADING for path in sorted((ROOT / ON_DEVICE).glob(glob))),
+        "-m", "not long",
+    ],
+    "everything else": [
+        ON_DEVICE, *(f"--ignore-glob={ON_DEVICE}/{glob}" for glob in OFFLOADING),
+        "tests/gpu", "--ignore-glob=tests/gpu/*_on_nccl.py", "-m", "not long",
+    ],
+}  # fmt: skip
 LONG_SESSIONS = {
     "all families, optimizers and axes": [f"{ON_DEVICE}/test_rehearsed_step.py", "-m", "long"],
     "other long tests": [
@@ -23,9 +33,10 @@ LONG_SESSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(900)  # the longest takes two minutes on an idle machine
-def test_the_session_passes_on_the_test_device() -> None:
-    run_session(SESSION, timeout_seconds=850)
+@pytest.mark.timeout(900)  # two to seven minutes each, with other tests on two slow cores
+@pytest.mark.parametrize("name", SESSIONS)
+def test_the_session_passes_on_the_test_device(name: str) -> None:
+    run_session(SESSIONS[name], timeout_seconds=850)
 
 
 @pytest.mark.long

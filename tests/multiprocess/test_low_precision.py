@@ -275,6 +275,7 @@ MUTATED_CELLS = {
     "blockwise": (BROAD, Layout(dp_replicate=2)),
 }
 """Blocks of `mxfp8` and `blockwise` lie within a shard; `check_low_precision` refuses others."""
+SHORT_RECIPES = ("rowwise_with_gw_hp", "blockwise")
 MUTATIONS = [
     *((recipe, mutate) for recipe in MUTATED_CELLS for mutate in (keep_stale_scales, use_e5m2)),
     *(
@@ -292,7 +293,13 @@ def build_mutated_cell(recipe: str) -> Cell:
     return build_cell(config, recipe, layout, 1)
 
 
-@pytest.mark.parametrize(("recipe", "mutate"), MUTATIONS)
+@pytest.mark.parametrize(
+    ("recipe", "mutate"),
+    [
+        pytest.param(*case, marks=() if case[0] in SHORT_RECIPES else pytest.mark.long)
+        for case in MUTATIONS
+    ],
+)
 def test_wrong_scales_are_caught(ranks: RankPool, recipe: str, mutate: Any) -> None:
     cell = build_mutated_cell(recipe)
     expected, single = compute_reference(ranks, cell)
@@ -304,7 +311,13 @@ def test_wrong_scales_are_caught(ranks: RankPool, recipe: str, mutate: Any) -> N
         assert records[0].counts[:, 0].sum() > 0, "saturation shows a stale scale"
 
 
-@pytest.mark.parametrize("recipe", MUTATED_CELLS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=() if recipe in SHORT_RECIPES else pytest.mark.long)
+        for recipe in MUTATED_CELLS
+    ],
+)
 def test_codes_that_do_not_saturate_are_caught(ranks: RankPool, recipe: str) -> None:
     """Scales from own values never need it, so both sides have scales of half the maxima."""
     cell = build_mutated_cell(recipe)

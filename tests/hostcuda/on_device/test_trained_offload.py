@@ -131,9 +131,9 @@ def test_a_pruned_model_stays_pruned(
         (ON_HOST, ON_DISK),
         (ON_DISK, ON_HOST),
         (ON_HOST, {}),
-        (FROM_DISK, {}),
-        ({}, FROM_DISK),
-        (FROM_DISK, UPDATED_ON_HOST),
+        pytest.param(FROM_DISK, {}, marks=pytest.mark.long),
+        pytest.param({}, FROM_DISK, marks=pytest.mark.long),
+        pytest.param(FROM_DISK, UPDATED_ON_HOST, marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_opens_under_any_tier(
