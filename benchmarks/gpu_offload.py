@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.case import Case, make_tokens, read_model_config, select_batch
 from benchmarks.gpu_variants import parse_variant_arguments, run_variant
+from benchmarks.pace import forget_graph_breaks
 
 
 class OffloadVariant(NamedTuple):
@@ -90,6 +91,7 @@ def main() -> int:
 
 def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with one variant; return the figures of a step, losses and transfers."""
+    forget_graph_breaks()
     import torch
 
     from benchmarks.gpu_kernels import wait

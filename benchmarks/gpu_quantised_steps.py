@@ -20,6 +20,7 @@ from benchmarks.case import Case
 from benchmarks.gpu_kernels import summarise_kernels, wait
 from benchmarks.gpu_step import BuiltStep, build_step, choose_precision
 from benchmarks.gpu_step_figures import DeviceRates, count_steps, describe_step, read_peaks
+from benchmarks.pace import forget_graph_breaks
 from benchmarks.shapes import SHAPES, TINY
 from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.telemetry.trace_summary import classify_kernel
@@ -110,6 +111,7 @@ def time_steps(
         peak bytes; seconds of norm and update, after a wait for the passes, and of their
         kernels.
     """
+    forget_graph_breaks()
     # As in a process of its own: graphs of other recipes count against the limit of recompilations.
     torch.compiler.reset()
     gc.collect()  # the model before this one

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 from benchmarks.gpu_turns import COUNTED_STEPS
 from benchmarks.gpu_variants import parse_variant_arguments, run_variant
+from benchmarks.pace import forget_graph_breaks
 
 DEFAULT = "as by default"
 
@@ -143,6 +144,7 @@ def main() -> int:
 
 def measure_variant(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train with one variant; return the figures of a step and whether blocks were compiled."""
+    forget_graph_breaks()
     import torch
 
     from benchmarks.gpu_step_figures import StepCounter, describe_step, measure_rates, read_peaks

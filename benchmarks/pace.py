@@ -148,6 +148,13 @@ class Pace:
             torch.cuda.reset_peak_memory_stats()
 
 
+def forget_graph_breaks() -> None:
+    """Count graph breaks from now on, without those of earlier runs of this process."""
+    module = sys.modules.get("torch._dynamo.utils")
+    if module is not None:
+        module.counters["graph_break"].clear()
+
+
 def count_graph_breaks() -> int:
     """Count the places where torch.compile has broken a graph in this process."""
     module = sys.modules.get("torch._dynamo.utils")

@@ -358,7 +358,7 @@ def test_a_family_is_compared_with_llama_of_its_length() -> None:
 
 def test_attention_kernels_are_named_without_their_reasons() -> None:
     lines = ["flex (a window of 8 tokens; sinks / a soft cap); sdpa (causal order)", "sdpa (x)"]
-    assert name_attention_kernels({"attention": lines}) == "flex, sdpa"
+    assert name_attention_kernels({"attention": lines}) == "flex (log), sdpa (log)"
 
 
 def test_waits_of_the_host_are_counted_on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:

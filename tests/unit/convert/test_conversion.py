@@ -16,7 +16,7 @@ from shardwright.cli.main import run
 from shardwright.config.recipe_loading import load_recipe, validate_recipe
 from shardwright.convert.conversion import ConvertedRecipe, convert, emit
 from shardwright.convert.emitted_config import EmitRequest
-from shardwright.errors import ExitCode, InputError
+from shardwright.errors import ExitCode, InputError, RecipeError
 from shardwright.plans import resolve_degrees
 
 OVERRIDES = ["model.path=model", "data.sources=corpus.txt", "training.sequence_length=64"]
@@ -465,12 +465,8 @@ def test_invalid_values_are_left_for_recipe_validation(tmp_path: Path) -> None:
         {"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 99999}},
     )
     assert conversion.document["precision"]["initial_loss_scale"] == 99999
-    conversion = convert_document(
-        tmp_path, "axolotl.yaml", {"base_model": "x", "datasets": [{"path": []}]}
-    )
-    assert "data.sources" in conversion.missing_keys or conversion.document["data"]["sources"] == [
-        {"path": None}
-    ]
+    with pytest.raises(RecipeError, match=r"data\.sources\.0\.path: not a text"):
+        convert_document(tmp_path, "axolotl.yaml", {"base_model": "x", "datasets": [{"path": []}]})
 
 
 def test_deepspeed_files_set_the_tier_of_parameters(tmp_path: Path) -> None:

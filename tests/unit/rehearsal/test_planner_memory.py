@@ -265,7 +265,7 @@ CASES = [
     Case("gemma2", Layout(cp=2, cp_method="ulysses", zero_stage=3), tolerance=0.1),
     Case("deepseek_v3", Layout()),
     Case("deepseek_v3", Layout(), recompute="full"),
-    Case("deepseek_v3", Layout(cp=2, cp_method="all_gather")),
+    Case("deepseek_v3", Layout(cp=2, cp_method="all_gather"), tolerance=0.04),
     Case("deepseek_v3", Layout(tp=2)),
     Case("gemma2", Layout(cp=4, cp_method="ring", zero_stage=1), recompute="full", tolerance=0.1),
     Case("gemma2", Layout(cp=2, cp_method="ulysses"), recompute="selective", tolerance=0.1),
