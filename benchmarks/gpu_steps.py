@@ -80,7 +80,7 @@ def list_steps(arguments: argparse.Namespace) -> list[Step]:
     quick = ("--steps", "3", "--num-variants", "1") if arguments.quick else ()
     result = "step-cost.json"
     command = (*command, f"{{out}}/{result}", *quick)
-    steps.append(Step(f"step cost {name}-{length}", 4, 500, command, result, 250))
+    steps.append(Step(f"step cost {name}-{length}", 3, 500, command, result, 250))
     command = (*command, *(() if arguments.quick else ("--steps", "30")), "--more")
     steps.append(Step(f"step cost more {name}-{length}", 11, 510, command, result, 330))
     command = (*MODULE, "benchmarks.gpu_offload", *config, str(length), str(rows))
@@ -226,7 +226,7 @@ def _list_profiles(arguments: argparse.Namespace, shapes: dict[str, Shape]) -> l
     recipe = ("--recipe", "tensorwise")
     variants: list[tuple[str, str, int, tuple[str, ...]]] = [
         (name, "", 3, ()),
-        (profiled, "-compile", 6, ("--compile",)),
+        (profiled, "-compile", 7, ("--compile",)),
         (profiled, "-compile-tensorwise", 7, ("--compile", *recipe)),
         (name, "-offload", 8, ("--offload", '{"optimizer": "host", "update_on": "device"}')),
     ]

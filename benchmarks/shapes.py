@@ -199,7 +199,7 @@ SHAPES = {
     "llama-3-8b-12-layers-bf16-weights": Shape(
         _LLAMA_3_8B | {"num_hidden_layers": 12},
         {4096: 2, 8192: 1},
-        part=6,
+        part=10,
         variants=("-compile",),
         settings=(Settings(has_bf16_weights=True),),
         has_peers=False,

@@ -67,6 +67,7 @@ class PlainVarlen:
         assert cu_seq_q.dtype == torch.int32
         assert bounds[0] == 0
         assert bounds[-1] == query.shape[0]
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert max_q == max_k >= max(b - a for a, b in pairwise(bounds))
         self.calls.append(
             {"bounds": bounds, "kv_heads": key.shape[1], "window": window_size, "max": max_q}

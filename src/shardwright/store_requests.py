@@ -107,10 +107,9 @@ def send_request(action: str, request: Callable[[], _Result]) -> _Result:
                 raise shown from None  # the original's text may contain credentials
             delay_seconds = compute_delay(attempt)
             logger.warning(
-                "%s failed (%s: %s); attempt %d of %d follows in %.2g s",
+                "%s failed (%s); attempt %d of %d follows in %.2g s",
                 mask_secrets(action),
-                type(error).__name__,
-                shown,
+                describe_store_error(shown),
                 attempt + 1,
                 NUM_ATTEMPTS,
                 delay_seconds,
@@ -221,6 +220,17 @@ def convert_error(error: Exception) -> OSError:
         return kind(text)
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     return OSError(number, f"{type(error).__name__}: {text}")
+
+
+def describe_store_error(error: Exception) -> str:
+    """Return kind and text of an error that `convert_error` returned, the kind once."""
+    kind = type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror and not error.filename:
+        text = error.strerror
+        if kind == "OSError" or kind in text:
+            return text
+    return f"{kind}: {text}"
 
 
 @contextmanager

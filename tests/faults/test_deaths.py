@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from shardwright.errors import ExitCode
-from shardwright.telemetry.event_log import RestartEvent, ResumeEvent, RunStartedEvent, read_events
+from shardwright.report.recorded_run import load_run
+from shardwright.telemetry.event_log import (
+    FailureEvent,
+    RestartEvent,
+    ResumeEvent,
+    RunStartedEvent,
+    read_events,
+)
 from shardwright.telemetry.sinks import describe_event
 from tests.faults.conftest import BATCH, STEPS, Run, assert_same_end, list_used_samples
 
@@ -78,7 +85,15 @@ def test_restarts_are_bounded_and_the_cause_is_reported(
     )
     assert done.returncode == ExitCode.RUN_FAILED
     assert "rank 0 was killed by SIGKILL" in done.stderr
-    assert len(read_events(tmp_path / "run").filter_by_type(RunStartedEvent)) == 2
+    report = load_run(tmp_path / "run")
+    assert len(report.log.filter_by_type(RunStartedEvent)) == 2
+    assert report.status == "failed"  # rank 0 could not log it
+    cause = report.interruptions[-1]
+    assert isinstance(cause, FailureEvent)
+    assert cause.message.startswith("rank 0 was killed by SIGKILL")
+    assert "--resume" not in cause.message
+    events = report.log.events
+    assert events[-1].elapsed_seconds >= events[-2].elapsed_seconds
 
 
 def test_a_run_continues_without_a_lost_rank(run: Run, undisturbed: Path, tmp_path: Path) -> None:

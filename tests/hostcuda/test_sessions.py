@@ -15,10 +15,19 @@ ROOT = Path(__file__).parents[2]
 ON_DEVICE = "tests/hostcuda/on_device"
 # Ranks that a launcher starts have no device; `test_runs_over_nccl.py` has it.
 OFFLOADING = ("*offload*", "test_host_update.py")
+OFFLOADED_LAYOUTS = ("test_offload_layouts.py", "test_offloaded_peak.py", "test_trained_offload.py")
 SESSIONS = {
     "offloading": [
-        *(str(path) for glob in OFFLOADING for path in sorted((ROOT / ON_DEVICE).glob(glob))),
+        *(
+            str(path)
+            for glob in OFFLOADING
+            for path in sorted((ROOT / ON_DEVICE).glob(glob))
+            if path.name not in OFFLOADED_LAYOUTS
+        ),
         "-m", "not long",
+    ],
+    "offloading under every layout": [
+        *(f"{ON_DEVICE}/{name}" for name in OFFLOADED_LAYOUTS), "-m", "not long",
     ],
     "everything else": [
         ON_DEVICE, *(f"--ignore-glob={ON_DEVICE}/{glob}" for glob in OFFLOADING),
@@ -33,10 +42,10 @@ LONG_SESSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(900)  # two to seven minutes each, with other tests on two slow cores
+@pytest.mark.timeout(1200)  # two to seven minutes each, with other tests on two slow cores
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_session_passes_on_the_test_device(name: str) -> None:
-    run_session(SESSIONS[name], timeout_seconds=850)
+    run_session(SESSIONS[name], timeout_seconds=1150)
 
 
 @pytest.mark.long

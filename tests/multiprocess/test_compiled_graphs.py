@@ -147,11 +147,11 @@ SPLIT = [
 ]
 
 
-def run_step(model: Any, step: int) -> list[Tensor]:
+def run_step(model: Any, step: int, num_tokens: int = TOKENS) -> list[Tensor]:
     """Return the gradients of a step on rows of other documents than those of other steps."""
     random = torch.Generator().manual_seed(step)
-    ids_BT = torch.randint(0, model.decoder.shape.vocab_size, (2, TOKENS), generator=random)
-    documents_BT = (torch.arange(TOKENS) >= 3 + 2 * step).long().expand(2, -1)
+    ids_BT = torch.randint(0, model.decoder.shape.vocab_size, (2, num_tokens), generator=random)
+    documents_BT = (torch.arange(num_tokens) >= 3 + 2 * step).long().expand(2, -1)
     model.decoder.zero_grad()
     model.module(
         ids_BT,
@@ -233,6 +233,72 @@ def test_layers_of_a_kind_share_one_graph(
     num_kinds = NUM_KINDS.get(case.model, 1) + case.has_adapters
     results = pool.run(case.layout.world_size, compare_with_eager, case)
     assert results == [(num_kinds, num_kinds)] * case.layout.world_size
+
+
+NUM_STEPS = 12  # each of eleven lengths
+CHANGING_LENGTHS = [
+    CompiledCase("llama", Layout(tp=2), "selective"),
+    CompiledCase("llama", Layout(cp=2, cp_method="ring")),
+    CompiledCase("mixtral", Layout(dp_shard=2, ep=2, zero_stage=2), "full"),
+    CompiledCase("llama", Layout(dp_shard=2, zero_stage=3), "full", has_adapters=True),
+]
+LONG_CHANGING_LENGTHS = [
+    CompiledCase("llama", Layout(tp=2, sequence_parallel=False), "full"),
+    CompiledCase("llama", CHUNKED),
+    CompiledCase("gpt_oss", Layout(tp=2)),
+    CompiledCase("llama", Layout(tp=2), has_adapters=True),
+    CompiledCase("llama", Layout(cp=2, cp_method="ulysses"), "full"),
+    CompiledCase("gemma2", Layout(cp=2, cp_method="all_gather"), "selective"),
+    CompiledCase("mixtral", Layout(cp=2, ep=2, cp_method="ring"), "full"),
+    CompiledCase(
+        "deepseek", Layout(dp_shard=2, ep=2, expert_dispatch="once_per_rank", zero_stage=3)
+    ),
+    CompiledCase("llama", Layout(dp_shard=2, zero_stage=3), "selective"),
+]
+
+
+def run_changing_lengths(case: CompiledCase) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Run steps whose rows have other lengths and documents each time, on each data rank.
+
+    Return the numbers of graphs after the first step and after the last. The gradients of some
+    steps are compared with those of uncompiled blocks.
+    """
+    adapters = AdapterSection(rank=2) if case.has_adapters else None
+    model = build(case.layout, PrecisionSection(kind="fp64"), MODELS[case.model], adapters)
+    set_recompute(model, case)
+    data_rank = RankGrid(case.layout).data_rank(dist.get_rank())
+    compared = (0, 1, NUM_STEPS - 1)
+
+    def run(step: int) -> list[Tensor]:
+        # Not as long as a width in the first step, for which torch makes a graph of its own.
+        num_tokens = 8 * (3 + (7 * step + 4 * data_rank) % 11)
+        return run_step(model, step, num_tokens)
+
+    expected = {step: run(step) for step in compared}
+    counter = GraphCounter()
+    is_whole = model.decoder.shape.experts is None
+    counter.compile(model.decoder, dynamic=True, fullgraph=is_whole)
+    counts = []
+    for step in range(NUM_STEPS):
+        gradients = run(step)
+        counts.append(counter.counts)
+        for got, want in zip(gradients, expected.get(step, gradients), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    return counts[0], counts[-1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CHANGING_LENGTHS,
+        *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CHANGING_LENGTHS),
+    ],
+    ids=str,
+)
+def test_rows_of_changing_lengths_compile_once(ranks: RankPool, case: CompiledCase) -> None:
+    num_kinds = NUM_KINDS.get(case.model, 1) + case.has_adapters
+    for first, last in ranks.run(2, run_changing_lengths, case):
+        assert first == last == (num_kinds, num_kinds)
 
 
 def compare_raised_limits(case: CompiledCase) -> tuple[int, int]:

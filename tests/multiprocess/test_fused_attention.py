@@ -1,10 +1,13 @@
-"""FlexAttention and varlen under tensor parallelism and Ulysses: gradients of eager attention.
+"""Attention under tensor and context parallelism: loss and gradients of explicit products in one
+process, for every kind of attention, with whole rows and packed documents.
 
-The kernels run on CPUs as in `tests/unit/model/test_fused_attention.py`.
+FlexAttention and varlen run on CPUs as in `tests/unit/model/test_fused_attention.py`. Ranks of a
+ring compute tiles with other kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,28 +22,68 @@ from shardwright.layout import Layout
 from shardwright.model import forward_context
 from shardwright.model.attention import fused_attention
 from shardwright.model.attention.fused_attention import VarlenFunction
+from shardwright.parallel import ParallelModel
 from tests.multiprocess.pool import RankPool
-from tests.multiprocess.test_compiled_graphs import run_step
 from tests.multiprocess.test_layouts import build
 from tests.plain_varlen import PlainVarlen
 from tests.reference.cases import CASES
 
-TP = Layout(tp=2)
-ULYSSES = Layout(cp=2, cp_method="ulysses")
+NUM_TOKENS = 16
+LAYOUTS = {
+    "tp": Layout(tp=2),
+    "ulysses": Layout(cp=2, cp_method="ulysses"),
+    "ring": Layout(cp=2, cp_method="ring"),
+    "all-gather": Layout(cp=2, cp_method="all_gather"),
+    "tp-ulysses": Layout(tp=2, cp=2, cp_method="ulysses"),
+}
+LONG_LAYOUTS = {"all-gather", "tp-ulysses"}
+TILED = {"ring", "all-gather"}
+WHOLE_ROWS = {"mistral-window", "gpt_oss", "deepseek_v3"}
+"""Cases whose whole rows are short tests too."""
+KERNELS = {
+    "llama": ("sdpa", "varlen"),
+    "llama-one-kv-head-tied": ("sdpa", "varlen"),
+    "mistral-window": ("varlen", "varlen"),
+    "qwen3": ("sdpa", "varlen"),  # norms of each head
+    "olmo2": ("sdpa", "varlen"),  # norms over all heads
+    "gpt_neox": ("sdpa", "varlen"),
+    "gemma2": ("flex", "flex"),
+    "gpt_oss": ("flex", "flex"),
+    "deepseek_v3": ("sdpa", "varlen"),
+}
+"""The kernel of each kind of attention with whole rows, and with packed documents.
+
+Windows, which end before the row does, caps, sinks, groups of heads, norms and latents."""
 
 
-def compare_with_explicit(layout: Layout, model_name: str) -> tuple[int, int]:
-    """Compare the gradients of a step; return the calls of flex and of varlen."""
-    model = build(layout, PrecisionSection(kind="fp64"), CASES[model_name])
-    model.decoder.attention = "explicit"
-    expected = run_step(model, 0)
-    model.decoder.attention = "auto"
-    calls: list[tuple[Any, ...]] = []
+def run_step(model: ParallelModel, *, is_packed: bool) -> list[Tensor]:
+    """Return the loss and the gradients of a step on two rows."""
+    random = torch.Generator().manual_seed(4)
+    ids_BT = torch.randint(0, model.decoder.shape.vocab_size, (2, NUM_TOKENS), generator=random)
+    documents_BT = None
+    if is_packed:
+        # Documents end inside a rank's part of a row, and at its end.
+        ends = torch.tensor([[1, 3, 11], [4, 8, 9]])
+        documents_BT = torch.searchsorted(ends, torch.arange(NUM_TOKENS).expand(2, -1), right=True)
+    labels_BT = ids_BT.roll(-1, 1)
+    loss = model.module(ids_BT, labels_BT=labels_BT, document_ids_BT=documents_BT)
+    loss.backward()
+    model.finish_gradients()
+    gradients = [model.gather_gradient(name) for name, _ in model.named_parameters()]
+    whole_loss = model.sum_over_data(loss.detach())
+    return [whole_loss, *(each.clone() for each in gradients if each is not None)]
+
+
+def compute_step(layout: Layout, case: str, attention: Any, is_packed: bool) -> Any:
+    """Compute a step with both kernels available; return its results and the kernels called."""
+    model = build(layout, PrecisionSection(kind="fp64"), CASES[case])
+    model.decoder.attention = attention
+    kernels: set[str] = set()
     varlen = PlainVarlen()
 
-    def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **options: Any) -> Any:
-        calls.append((q_BHTE.shape[1], k_BKTE.shape[1]))
-        return flex.flex_attention(q_BHTE, k_BKTE, v_BKTE, **options)
+    def attend(*arguments: Any, **options: Any) -> Any:
+        kernels.add("flex")
+        return flex.flex_attention(*arguments, **options)
 
     with (
         patch.object(forward_context, "find_kernel_support", lambda *_: KernelSupport()),
@@ -48,17 +91,29 @@ def compare_with_explicit(layout: Layout, model_name: str) -> tuple[int, int]:
         patch.object(fused_attention, "flex_replacement", attend),
         patch.object(fused_attention, "varlen_function", VarlenFunction(varlen, {})),
     ):
-        for got, want in zip(run_step(model, 0), expected, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
-    return len(calls), len(varlen.calls)
+        results = run_step(model, is_packed=is_packed)
+    return results, kernels | ({"varlen"} if varlen.calls else set())
 
 
-@pytest.mark.parametrize("layout", [TP, ULYSSES], ids=["tp", "ulysses"])
-@pytest.mark.parametrize(
-    ("model", "kernel"), [("gpt_oss", "flex"), ("gemma2", "flex"), ("mistral-window", "varlen")]
-)
-def test_gradients_are_those_of_explicit_products(
-    ranks: RankPool, layout: Layout, model: str, kernel: str
+def list_products() -> Iterator[Any]:
+    for layout in LAYOUTS:
+        for case in KERNELS:
+            for is_packed in (False, True):
+                is_short = layout not in LONG_LAYOUTS and (is_packed or case in WHOLE_ROWS)
+                name = f"{layout}-{case}-{'packed' if is_packed else 'whole'}"
+                marks = () if is_short else pytest.mark.long
+                yield pytest.param(layout, case, is_packed, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "case", "is_packed"), [*list_products()])
+def test_a_step_is_that_of_explicit_products_in_one_process(
+    ranks: RankPool, layout: str, case: str, is_packed: bool
 ) -> None:
-    for num_flex, num_varlen in ranks.run(2, compare_with_explicit, layout, model):
-        assert (num_flex > 0, num_varlen > 0) == (kernel == "flex", kernel == "varlen")
+    ((expected, _),) = ranks.run(1, compute_step, Layout(), case, "explicit", is_packed)
+    degrees = LAYOUTS[layout]
+    steps = ranks.run(degrees.world_size, compute_step, degrees, case, "auto", is_packed)
+    kernel = "tiles" if layout in TILED else KERNELS[case][is_packed]
+    for results, kernels in steps:
+        assert kernels == {kernel} & {"flex", "varlen"}
+        for got, want in zip(results, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

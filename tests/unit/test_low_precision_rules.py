@@ -16,7 +16,6 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.config.training import PrecisionSection
 from shardwright.convert.conversion import emit
 from shardwright.convert.emitted_config import EmitRequest
-from shardwright.doctor.rates.cluster_profile import build_request
 from shardwright.errors import InputError, LayoutError, RecipeError, ShardwrightError
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
@@ -249,13 +248,6 @@ def test_an_automatic_layout_keeps_the_scales() -> None:
     layouts = [prediction.candidate.layout for prediction in result.predictions]
     assert layouts
     assert all(layout.data_ranks * layout.cp == 1 for layout in layouts)
-
-
-def test_doctor_measures_no_8_bit_products() -> None:
-    for precision in ("fp8", NVFP4):
-        recipe = build_recipe(precision=precision)
-        with pytest.raises(InputError, match="does not measure 8-bit products"):
-            build_request(recipe, Layout(), device="cpu", should_calibrate=True)
 
 
 H100 = KernelDevice("NVIDIA H100", (9, 0), (12, 9))

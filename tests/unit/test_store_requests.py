@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from shardwright import store_requests
-from shardwright.store_requests import NUM_ATTEMPTS, compute_delay, open_file_system, send_request
+from shardwright.store_requests import (
+    NUM_ATTEMPTS,
+    compute_delay,
+    convert_error,
+    describe_store_error,
+    open_file_system,
+    send_request,
+)
 
 
 class NoCredentialsError(Exception):
@@ -83,6 +90,27 @@ def test_final_failures_are_raised_at_once(error: Exception, kind: type[Exceptio
     assert attempts == 1
     assert type(raised) is kind
     assert str(error) in str(raised)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (NoCredentialsError("Unable to locate them"), "NoCredentialsError: Unable to locate them"),
+        (FileNotFoundError("no bucket"), "FileNotFoundError: no bucket"),
+        (StatusError(403, "denied"), "PermissionError: denied"),
+        (OSError(errno.EIO, "An error occurred"), "An error occurred"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "ConnectionResetError: reset"),
+        (OSError("no number"), "OSError: no number"),
+        (OSError(errno.EIO, "broken", "name"), "OSError: [Errno 5] broken: 'name'"),
+    ],
+)
+def test_an_error_is_described_with_its_kind_once(error: Exception, text: str) -> None:
+    assert describe_store_error(convert_error(error)) == text
+
+
+def test_warnings_name_the_kind_of_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
+    count_attempts(HTTPClientError("lost"))
+    assert "reading x failed (HTTPClientError: lost); attempt 2 of 10" in caplog.text
 
 
 def test_a_request_may_succeed_after_failures() -> None:

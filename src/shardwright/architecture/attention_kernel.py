@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from shardwright.architecture.model_shape import ModelShape
 from shardwright.config.model import AttentionSetting
 from shardwright.errors import RecipeError
 
@@ -67,19 +68,31 @@ class KernelSupport:
     missing_flex: str | None = None
 
 
+def get_attended_value_dim(shape: ModelShape) -> int:
+    """Return the features of a value head in attention: those of latent attention are
+    padded to the width of keys, which fused kernels need."""
+    return shape.head_dim if shape.latent is None else max(shape.head_dim, shape.latent.value_dim)
+
+
 _MAX_FLASH_WIDTH = 256
 
 
-def find_flash_limit(dtype: str, head_dim: int) -> str | None:
+def find_flash_limit(dtype: str, head_dim: int, value_dim: int) -> str | None:
     """Return why flash attention on CUDA cannot compute this; None if it can.
 
-    >>> find_flash_limit("bfloat16", 64), find_flash_limit("float32", 64)
+    >>> find_flash_limit("bfloat16", 64, 64), find_flash_limit("float32", 64, 64)
     (None, 'flash attention needs 16 bits, not float32')
+    >>> find_flash_limit("bfloat16", 64, 128)
+    'flash attention needs values as wide as keys, not 128 and 64 features'
     """
     if dtype not in ("float16", "bfloat16"):
         return f"flash attention needs 16 bits, not {dtype}"
     if head_dim % 8 or head_dim > _MAX_FLASH_WIDTH:
         return f"flash attention needs a head_dim of 8, 16 ... {_MAX_FLASH_WIDTH}, not {head_dim}"
+    if value_dim != head_dim:
+        return (
+            f"flash attention needs values as wide as keys, not {value_dim} and {head_dim} features"
+        )
     return None
 
 

@@ -34,6 +34,7 @@ from shardwright.checkpoint.manifest import MANIFEST_HASH_NAME, MANIFEST_NAME, M
 from shardwright.checkpoint.object_store import get_disk
 from shardwright.checkpoint.storage_path import StoragePath
 from shardwright.errors import CheckpointError
+from shardwright.store_requests import describe_store_error
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def check_store(root: StoragePath) -> None:
         disk.remove(path)
     except Exception as error:  # every file system has its own exceptions
         raise CheckpointError(
-            f"checkpoints cannot be written here: {type(error).__name__}: {error}",
+            f"checkpoints cannot be written here: {describe_store_error(error)}",
             field="checkpoint.dir",
             got=str(root),
             remedy="Check the bucket's name, the credentials and their permission to write",

@@ -21,6 +21,7 @@ from shardwright.checkpoint.commit import has_saved
 from shardwright.checkpoint.storage_path import StoragePath, parse_storage_path
 from shardwright.config import Recipe, dump_recipe, load_recipe
 from shardwright.errors import CheckpointError, InputError, ShardwrightError
+from shardwright.store_requests import describe_store_error
 from shardwright.telemetry.event_log import (
     CheckpointEvent,
     check_unlocked,
@@ -131,7 +132,7 @@ class RunFolder:
             if isinstance(self.checkpoints, Path):
                 raise
             raise CheckpointError(
-                f"checkpoints cannot be read here: {type(error).__name__}: {error}",
+                f"checkpoints cannot be read here: {describe_store_error(error)}",
                 field="checkpoint.dir",
                 got=str(self.checkpoints),
                 remedy="Check the bucket's name, the credentials and their permission to read",

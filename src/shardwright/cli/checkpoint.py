@@ -33,6 +33,7 @@ from shardwright.cli.output.console import open_console, print_table
 from shardwright.cli.output.json_output import print_json
 from shardwright.control_characters import escape_control_characters
 from shardwright.errors import CheckpointError, ExitCode
+from shardwright.store_requests import describe_store_error
 from shardwright.units import format_bytes, format_count, format_items, format_seconds
 
 app = typer.Typer(
@@ -221,7 +222,7 @@ def _report_store(path: StoragePath) -> Iterator[None]:
         if isinstance(path, Path):
             raise
         raise CheckpointError(
-            f"cannot be read: {type(error).__name__}: {error}",
+            f"cannot be read: {describe_store_error(error)}",
             field="PATH",
             got=str(path),
             remedy="Check the bucket's name, the credentials and their permission to read",

@@ -11,7 +11,7 @@ import typer
 
 from shardwright.architecture import MODEL_FAMILIES, read_config, read_content
 from shardwright.cli.options import JsonOutput, Overrides, RecipePath
-from shardwright.cli.output.console import open_console
+from shardwright.cli.output.console import open_console, print_table
 from shardwright.cli.output.data_progress import show_data_progress
 from shardwright.cli.output.data_table import render_report
 from shardwright.cli.output.json_output import print_json
@@ -87,9 +87,8 @@ def data_command(
     else:
         console = open_console()
         has_colours = console.color_system is not None and not console.no_color
-        console.print(
-            render_report(loaded_recipe, prepared, length, decoded, has_colours=has_colours)
-        )
+        report = render_report(loaded_recipe, prepared, length, decoded, has_colours=has_colours)
+        print_table(console, report, min_width=0)
 
 
 def _choose_shape_reader(recipe: Recipe) -> ReadShape:

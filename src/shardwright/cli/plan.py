@@ -350,7 +350,6 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
     from shardwright.planner.uncertainty import INTERVAL_SHARE, MIN_FIT_PROBABILITY
 
     steps = recipe.training.max_steps
-    chosen = result.chosen
 
     def describe(prediction: Prediction | None) -> dict[str, Any] | None:
         if prediction is None:
@@ -367,7 +366,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "recipe": recipe.name,
         "cluster": _describe_cluster(cluster),
         "num_steps": steps,
-        "chosen": describe(chosen),
+        "chosen": describe(result.chosen),
         "interval_share": INTERVAL_SHARE,
         "evidence": result.uncertainty.evidence,
         "rows": result.row_summary,
@@ -376,7 +375,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "min_fit_probability": MIN_FIT_PROBABILITY,
         "memory_error_share": result.uncertainty.memory_margin,
         "alternatives": [prediction.candidate.describe() for prediction in result.alternatives],
-        "warning": _describe_warning(chosen),
+        "warning": _describe_warning(result.chosen),
         "layouts": [describe(prediction) for prediction in result.predictions],
         "as_the_recipe_has_it": describe(result.recipe_prediction),
         "why_not_as_the_recipe_has_it": result.recipe_conflict,
@@ -402,6 +401,7 @@ def _build_json(result: PlanningResult, recipe: Recipe, cluster: Cluster) -> dic
         "search": asdict(result.effort),
         "precision_reason": result.precision_reason,
         "recompute_choice": result.recompute_choice and result.recompute_choice.as_dict(),
+        "product_rates": result.product_rates,
         "missing_kernels": result.missing_kernels,
         "omissions": list(result.omissions),
         "remedy": result.remedy,

@@ -132,11 +132,11 @@ class DataSection(RecipeSection):
     """Length to which rows that are not full are padded: the `longest` row of their micro-batch
     (with `packing: none`, the rows of a step are grouped into micro-batches by length), or
     sequence_length. Padding is masked in attention and loss, so loss and gradients are the
-    same. Compiled blocks under `tp` or `cp`, and experts with balance losses or a capacity,
+    same. Experts with balance losses or a capacity, and 8-bit scales of a whole micro-batch,
     always use one length."""
     pad_to_multiple_of: Positive = 8
     """`padding: longest` rounds lengths up to a multiple of this and of the number of parts
-    into which the layout shards a row."""
+    into which the layout shards a row. Compiled blocks have one graph for all lengths."""
     assignment: Literal["length", "work"] = "length"
     """Assignment of the rows of a step to micro-batches and data ranks. `length`: sorted by
     length where padding differs, otherwise in their order. `work`: by their FLOPs, attention

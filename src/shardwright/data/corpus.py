@@ -23,6 +23,7 @@ import numpy.typing as npt
 from shardwright.config.data import DataSection
 from shardwright.data.sources.source_reader import BrokenRecord, SourceFile, TextPiece, read_files
 from shardwright.errors import DataError
+from shardwright.units import format_items
 
 Side = Literal["train", "validation"]
 SKIPPED, TRAIN, VALIDATION, DUPLICATE = range(4)
@@ -289,7 +290,7 @@ def _split_by_documents(
         raise DataError(
             "a split by documents needs at least two different documents",
             field="data.validation_split",
-            got=f"{len(present)} documents, {len(distinct)} different",
+            got=f"{format_items(len(present), 'document')}, {len(distinct)} different",
             remedy="Set data.validation_split: tail, which holds out the last characters",
         )
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))

@@ -17,6 +17,7 @@ from shardwright.data.dataset import Sample, TokenDataset
 from shardwright.data.scheduled_mixture import PositionOrder
 from shardwright.placement.row_assignment import (
     balance_rows,
+    round_up_row_length,
     sort_by_length,
     split_into_micro_batches,
 )
@@ -214,7 +215,7 @@ def _trim_padding(samples: Sequence[Sample], row_multiple: int) -> list[Sample]:
     it without communication.
     """
     longest = max(len(sample.labels) - sample.num_padding for sample in samples)
-    length = max(1, -(-longest // row_multiple)) * row_multiple
+    length = round_up_row_length(longest, row_multiple)
     return [
         _truncate_sample(sample, length) if length < len(sample.labels) else sample
         for sample in samples

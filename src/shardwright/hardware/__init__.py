@@ -15,6 +15,7 @@ from shardwright.hardware.measured_profile import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    ScaledProductRate,
     TierRates,
     load_profile,
     save_profile,

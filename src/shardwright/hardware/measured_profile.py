@@ -12,6 +12,7 @@ The module imports no torch. The file is one JSON object:
                      processor_seconds, step_seconds}]    the last two are null on a GPU; optional
     attention        [{precision, row_tokens, head_dim, forward_flops_per_second,
                      backward_flops_per_second}]    fused kernel over causal rows; optional
+    scaled_products  [{recipe, side, times_bf16}]    kernels of 8-bit and 4-bit products; optional
     elementwise      [{precision, tokens, width, forward_bytes_per_second,
                      backward_bytes_per_second}]    operations between products; optional
     tiers            {host_link_bytes_per_second, host_memory_bytes_per_second,
@@ -90,7 +91,19 @@ class ElementwiseRate:
     backward_bytes_per_second: float
 
 
-Rate = TypeVar("Rate", MatmulRate, CollectiveRate, AttentionRate, ElementwiseRate)
+@dataclass(frozen=True)
+class ScaledProductRate:
+    """Rate of the kernel that multiplies a recipe's quantised operands, of `side` rows and
+    columns, as a multiple of the rate of the same product in bf16."""
+
+    recipe: str
+    side: int
+    times_bf16: float
+
+
+Rate = TypeVar(
+    "Rate", MatmulRate, CollectiveRate, AttentionRate, ElementwiseRate, ScaledProductRate
+)
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ class MeasuredProfile:
     """Rates of host memory and disk, for offloading."""
     num_cores: float | None = None
     """Cores that the ranks of a host may use, on the host with the fewest."""
+    scaled_products: tuple[ScaledProductRate, ...] = ()
 
     def find_matmul_flops_per_second(self, precision: str, m: int, n: int, k: int) -> float | None:
         """Return FLOP/s of the measured product with the closest shape.
@@ -157,6 +171,11 @@ class MeasuredProfile:
         return min(
             known, key=lambda rate: _compute_log_distance((rate.m, rate.n, rate.k), (m, n, k))
         ).flops_per_second
+
+    def find_scaled_product_ratio(self, recipe: str) -> float | None:
+        """Return the rate of a recipe's products as a multiple of that of bf16."""
+        ratios = (rate.times_bf16 for rate in self.scaled_products if rate.recipe == recipe)
+        return next(ratios, None)
 
     def find_collective_seconds(
         self, kind: CollectiveKind, num_ranks: int, ranks_per_node: int, message_bytes: float
@@ -301,6 +320,7 @@ def read_profile(content: Any) -> MeasuredProfile:
         num_cores=None
         if content.get("num_cores") is None
         else _read_positive(content, "num_cores"),
+        scaled_products=_read_rates(content, "scaled_products", ScaledProductRate),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright.architecture import AdapterShape
 from shardwright.architecture.adapter_shape import build_part_name, get_module_name
+from shardwright.architecture.nf4_layout import BLOCK_ELEMENTS
 from shardwright.architecture.parameter_spec import AdapterPart
 from shardwright.errors import CheckFailed, InputError
 from shardwright.inference.export import LOGIT_TOLERANCE, build_probe_ids, compute_expected_logits
@@ -95,8 +96,32 @@ def export_adapters(
         if spec.adapter_part is not None
     )
     logger.info("%d adapters of rank %d", len(adapters.modules), adapters.rank)
+    if adapters.quantize is not None:
+        logger.info(_describe_quantised_base(source))
     return ExportedAdapters(
         Path(out), num, size, ("peft" if with_peft else "itself") if check else None
+    )
+
+
+def _describe_quantised_base(source: ModelSource) -> str:
+    """Return on which base the adapters give the results of training."""
+    uneven = next(
+        (
+            spec.name
+            for spec in source.shape.list_parameters()
+            if spec.packed_matrix is not None and spec.packed_matrix.shape[-1] % BLOCK_ELEMENTS
+        ),
+        None,
+    )
+    start = "the adapters fit the base in 4 bits that they were trained on, not the original one: "
+    if uneven is not None:
+        return (
+            f"{start}export with --merge, because the base of bitsandbytes differs where rows are "
+            f"not multiples of {BLOCK_ELEMENTS} elements ({uneven})"
+        )
+    return (
+        f"{start}load it with BitsAndBytesConfig(load_in_4bit=True, "
+        'bnb_4bit_quant_type="nf4"), or export with --merge'
     )
 
 

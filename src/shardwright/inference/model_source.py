@@ -61,7 +61,7 @@ class ModelSource:
         dtype: Precision of the training (run) or of the files (folder).
         generation_config: That of the folder. A run has that of the model that it started from.
         base: Folder of the base model under adapters; None for a base initialised from a seed.
-        read_plain: Like `read`, with a quantised base in its original precision.
+        read_full_precision: Like `read`, with a quantised base in its original precision.
         needs_tokenizer: True if the model was trained with a tokenizer.
     """
 

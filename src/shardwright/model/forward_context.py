@@ -17,6 +17,7 @@ from shardwright.architecture.attention_kernel import (
     AttentionKernelChoice,
     AttentionRequirements,
     choose_attention_kernel,
+    get_attended_value_dim,
 )
 from shardwright.config.model import AttentionSetting
 from shardwright.model.attention.fused_attention import (
@@ -180,7 +181,7 @@ def choose_layer_kernels(
     Raises:
         RecipeError: as `choose_attention_kernel`.
     """
-    support = find_kernel_support(device, dtype, shape.head_dim)
+    support = find_kernel_support(device, dtype, shape.head_dim, get_attended_value_dim(shape))
     choices = {}
     for window in sorted({layer.window for layer in shape.layers}, key=lambda window: window or 0):
         needs = AttentionRequirements(

@@ -396,7 +396,7 @@ def _build_pipeline(
         if model.fsdp_modules
         else None,
         end_stage=model.launch_stage_reduction,
-        enter_backward=model.offload_gradients,
+        enter_backward=model.watch_backward,
     )
     if model.trained_offload is not None and pipeline.has_split_backward:
         begin_block = model.trained_offload.begin_weight_gradients

@@ -3,7 +3,8 @@
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types
 # themselves, not with their names.
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass
+class BucketReduction:
+    """Sums of DDP's buckets over a group, in a dtype."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    report: Callable[[Sequence[Tensor]], None] | None = None
+    """Called with the parameters of a bucket when the sums are in place, on the stream on which
+    they are."""
+
+
+class ReplicatedModule(DistributedDataParallel):
+    """DDP whose buckets are summed by our own hook."""
+
+    def __init__(self, module: nn.Module, reduction: BucketReduction, **options: Any) -> None:
+        super().__init__(module, process_group=reduction.group, **options)
+        self.reduction = reduction
+        self.register_comm_hook(reduction, _all_reduce_bucket)
 
 
 def apply_ddp(
@@ -21,7 +42,7 @@ def apply_ddp(
     reduce_dtype: torch.dtype,
     device: torch.device,
     excluded_names: Collection[str] = (),
-) -> DistributedDataParallel:
+) -> ReplicatedModule:
     """Wrap a module whose weights are already equal on every rank.
 
     The buckets are summed by our own hook: the loss contains the one normaliser, so nothing is
@@ -54,24 +75,30 @@ def apply_ddp(
         if parameter in excluded
     ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    wrapped = DistributedDataParallel(
+    return ReplicatedModule(
         module,
+        BucketReduction(group, reduce_dtype),
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=group,
         bucket_cap_mb=bucket_size_bytes / 1024**2,
         gradient_as_bucket_view=True,
         init_sync=False,  # weights depend on name and seed (or one file) only: already equal
     )
-    wrapped.register_comm_hook((group, reduce_dtype), _all_reduce_bucket)
-    return wrapped
 
 
 def _all_reduce_bucket(
-    state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+    reduction: BucketReduction, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Sum a bucket over the group, in the dtype, and put the sums in place."""
-    group, reduce_dtype = state
+    """Sum a bucket over the group, in the dtype, put the sums in place, and report them."""
     buffer = bucket.buffer()
-    summed = buffer.to(reduce_dtype)
-    reduced = dist.all_reduce(summed, group=group, async_op=True).get_future()
-    return reduced.then(lambda _done: buffer if summed is buffer else buffer.copy_(summed))
+    summed = buffer.to(reduction.dtype)
+    parameters = bucket.parameters()
+
+    def finish(_done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        if summed is not buffer:
+            buffer.copy_(summed)
+        if reduction.report is not None:
+            reduction.report(parameters)
+        return buffer
+
+    reduced = dist.all_reduce(summed, group=reduction.group, async_op=True).get_future()
+    return reduced.then(finish)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.layout import DATA_AXES, Bounds, ParameterLayout, compute_local_boxes
+from shardwright.numerics import get_local_tensor
 from shardwright.parallel.comm_timing import time_wait
 from shardwright.parallel.mesh import Mesh
 
@@ -118,6 +119,21 @@ def _list_copy_counts(layout: ParameterLayout, mesh: Mesh) -> list[int]:
             if section.num_pieces < mesh.layout.degree(shard.axis)
         }
     )
+
+
+def complete_gradients(
+    parameters: Mapping[str, nn.Parameter], names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return the local gradients of trained parameters, zeros where there are none."""
+    gradients = {}
+    for name in names:
+        parameter = parameters[name]
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # the other ranks of its group have a gradient
+            parameter.grad = torch.zeros_like(parameter)
+        gradients[name] = get_local_tensor(parameter.grad)
+    return gradients
 
 
 def reduce_gradients(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -44,7 +44,8 @@ class GradientWatch:
     autograd calls the hooks when a gradient has been added to its parameter; FSDP2 calls them
     for its shards, on the stream of the reduction, when that is launched. Shards of one reduction
     share memory, and FSDP2 adds to one after another: they are reported when all are complete.
-    A gradient that changes after its report is reported again at the end.
+    DDP calls `take_reduced` for each of its buckets. A gradient that changes after its report is
+    reported again at the end.
     """
 
     def __init__(
@@ -58,29 +59,43 @@ class GradientWatch:
             before_report: called with a parameter's name before the listener, which may free the
                 gradient.
         """
-        self.is_last_backward = False
-        """True while gradients become complete: in the backward pass of the last micro-batch."""
         self._parameters = {
             name: parameter for name, parameter in parameters.items() if parameter.requires_grad
         }
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._listener = listener
         self._before_report = before_report
+        self._completing: frozenset[str] = frozenset()
+        """Parameters whose gradients the current backward pass completes."""
         self._versions: dict[str, tuple[int, int]] = {}
         """Identity and version of each gradient that was reported."""
         self._complete: list[str] = []
         """Gradients in one storage that are complete, and not reported yet."""
         self._storage_address = 0
 
-    def watch_last_backward(self, names: Iterable[str]) -> None:
-        """Report these parameters' gradients during the last backward pass."""
-        for name in names:
-            if name in self._parameters:
-                self._parameters[name].register_post_accumulate_grad_hook(
-                    partial(self._take_early, name)
-                )
+    def install_hooks(self) -> None:
+        """Report gradients when autograd or FSDP2 has added them, in `complete`."""
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._take_early, name))
+
+    @contextmanager
+    def complete(self, names: Collection[str]) -> Iterator[None]:
+        """Report the gradients of these parameters during the backward pass in this context, which
+        completes them; at its end those of which nothing was known before."""
+        self._completing = frozenset(self._parameters).intersection(names)
+        yield
+        self._take_unreported(self._completing)
+        self._completing = frozenset()
+
+    def take_reduced(self, parameters: Sequence[Tensor]) -> None:
+        """Report gradients that DDP has reduced, on the stream on which their sums are known."""
+        for parameter in parameters:
+            name = self._names.get(cast(nn.Parameter, parameter))
+            if name in self._completing:
+                self._take(name)
 
     def _take_early(self, name: str, _parameter: Tensor) -> None:
-        if not self.is_last_backward:
+        if name not in self._completing:
             return
         gradient = self._parameters[name].grad
         assert gradient is not None
@@ -103,16 +118,22 @@ class GradientWatch:
             self._before_report([name])
         self._listener.take_gradient(name)
 
-    def end(self) -> None:
-        """Report the gradients not yet reported, then the end of the step."""
+    def _take_unreported(self, names: Collection[str]) -> None:
         self._complete.clear()
         self._storage_address = 0
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            if gradient is not None and self._versions.get(name) != _identify(gradient):
+            if (
+                name in names
+                and gradient is not None
+                and self._versions.get(name) != _identify(gradient)
+            ):
                 self._take(name)
+
+    def end(self) -> None:
+        """Report the gradients not yet reported, then the end of the step."""
+        self._take_unreported(self._parameters.keys())
         self._versions.clear()
-        self.is_last_backward = False
         self._listener.end_gradients()
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loader import MicroBatch
 from shardwright.layout import (
@@ -25,10 +25,12 @@ from shardwright.layout import (
 from shardwright.model.decoder import Decoder
 from shardwright.numerics import GradientSquares, get_local_tensor, sum_gradient_squares
 from shardwright.parallel.comm_timing import CommunicationTimer, begin_wait, end_wait
+from shardwright.parallel.ddp import ReplicatedModule
 from shardwright.parallel.fsdp import EarlyGathers
 from shardwright.parallel.gradient_reduction import (
     LaunchedReduction,
     PendingReduction,
+    complete_gradients,
     launch_reductions,
     narrow_to_box,
     reduce_gradients,
@@ -57,8 +59,7 @@ class ParallelModel:
         module: module to call without a pipeline; its arguments are the decoder's.
         pipeline: runs the rank's stages; None without pipeline parallelism.
         decoder: the decoder itself; its parameter names are those of Hugging Face files.
-        layouts: one descriptor per parameter of the whole model, by name; a pipeline rank holds
-            some of these parameters.
+        layouts: descriptors of the whole model's parameters by name; a pipeline rank has some.
         trainable: names of the parameters of the whole model that take gradients.
         mesh: None for one rank.
         device: device on which this rank computes.
@@ -126,8 +127,7 @@ class ParallelModel:
         Args:
             arguments: returns the decoder's arguments for a micro-batch that is on the device.
             scale: gradient of each loss.
-            mark: called after each phase with its name: forward, backward, waiting or
-                reduction.
+            mark: called with each phase at its end: forward, backward, waiting or reduction.
 
         Returns:
             Sum of the losses that this rank computed.
@@ -136,11 +136,9 @@ class ParallelModel:
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, arguments, scale, mark)
         loss_sum: Tensor | None = None
-        has_wrapper = bool(self.fsdp_modules) or isinstance(self.module, DistributedDataParallel)
+        has_wrapper = bool(self.fsdp_modules) or isinstance(self.module, ReplicatedModule)
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            if self._gradient_watch is not None:
-                self._gradient_watch.is_last_backward = is_last and not self._gradient_hooks
             waits_for_reduction = has_wrapper and (is_last or self.layout.zero_stage >= 2)
 
             def end_backward(waits_for_reduction: bool = waits_for_reduction) -> None:
@@ -154,7 +152,7 @@ class ParallelModel:
             ):
                 loss = self.module(**arguments(batch.to(self.device)))
                 mark("forward")
-                with self.offload_gradients(range(self.decoder.shape.num_layers if is_last else 0)):
+                with self.watch_backward(range(self.decoder.shape.num_layers if is_last else 0)):
                     loss.backward(scale.to(loss.dtype))
             if waits_for_reduction:
                 end_wait("data")
@@ -163,12 +161,28 @@ class ParallelModel:
         assert loss_sum is not None, "a step has at least one micro-batch"
         return loss_sum
 
-    def offload_gradients(
+    @contextmanager
+    def watch_backward(
         self, completed_layers: Collection[int], *, is_deferring: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return the context of a backward pass, or a part of it: `offload_gradients`."""
+    ) -> Iterator[None]:
+        """Offload gradients in a backward pass, or a part of it, and report those it completes."""
         finish = self._finish_gradients_of
-        return offload_gradients(self.trained_offload, finish, completed_layers, is_deferring)
+        with offload_gradients(self.trained_offload, finish, completed_layers, is_deferring):
+            if self._gradient_watch is None:
+                yield
+                return
+            with self._gradient_watch.complete(self._list_completed(completed_layers)):
+                yield
+
+    def _list_completed(self, completed_layers: Collection[int]) -> Collection[str]:
+        """List the parameters whose gradients only a pass that completes these layers changes."""
+        if self._gradient_hooks or not completed_layers:
+            return ()
+        reductions = [*self._pending_reductions, *chain(*self._stage_reductions.values())]
+        names = self._parameters.keys() - {pending.name for pending in reductions}
+        if self.pipeline is None:
+            return names
+        return names & self.pipeline.list_completed_parameters(completed_layers)
 
     def compute_losses(
         self, micro_batches: Sequence[MicroBatch], arguments: DecoderArguments
@@ -191,7 +205,7 @@ class ParallelModel:
         store unsharded gradients: they reduce-scatter every time and defer only the all-reduce
         over replicas, which takes shards.
         """
-        if isinstance(self.module, DistributedDataParallel):
+        if isinstance(self.module, ReplicatedModule):
             return nullcontext() if is_last else self.module.no_sync()
         if self.fsdp_modules:
             root = self.fsdp_modules[-1]
@@ -209,11 +223,10 @@ class ParallelModel:
             launched.wait()
         self._launched_reductions.clear()
         if self._pending_reductions:
+            names = [name for name in self._parameters if name not in self.offloaded_names]
             reduce_gradients(
                 self._pending_reductions,
-                self._complete_gradients(
-                    name for name in self._parameters if name not in self.offloaded_names
-                ),
+                complete_gradients(self._parameters, names),
                 bucket_size_bytes=self.layout.bucket_size_bytes,
             )
         for call in self._gradient_hooks:
@@ -224,33 +237,34 @@ class ParallelModel:
     @property
     def completes_gradients_early(self) -> bool:
         """True if the last backward pass completes every gradient."""
-        is_late = isinstance(self.module, DistributedDataParallel) or self.pipeline is not None
+        is_late = isinstance(self.module, ReplicatedModule) or self.pipeline is not None
         return not (is_late or self._pending_reductions or self._gradient_hooks)
 
     def watch_gradients(self, listener: GradientListener, *, may_free: bool = False) -> None:
         """Report the gradient of each parameter that is trained on the device once it is complete.
 
-        That is in the step's last backward pass, on the stream that has computed or reduced it, or
-        in `finish_gradients` if reductions of this model, DDP's or a pipeline's passes may follow.
+        That is in the last backward pass of the step, or of its stage, on the stream that has
+        computed or reduced it; or in `finish_gradients`, which makes other reductions.
         Squares are summed before the report to a listener that `may_free` gradients.
         """
         assert self._gradient_watch is None
         sum_squares = self._finish_gradients_of if may_free else None
         watched = {n: p for n, p in self._parameters.items() if n not in self.offloaded_names}
         self._gradient_watch = GradientWatch(watched, listener, sum_squares)
-        if self.pipeline is None and not isinstance(self.module, DistributedDataParallel):
-            late_names = {pending.name for pending in self._pending_reductions}
-            self._gradient_watch.watch_last_backward(watched.keys() - late_names)
+        if isinstance(self.module, ReplicatedModule):
+            assert not may_free, "gradients are DDP's buckets"
+            self.module.reduction.report = self._gradient_watch.take_reduced
+        else:
+            self._gradient_watch.install_hooks()
 
     def _finish_gradients_of(self, names: Sequence[str]) -> None:
         """Reduce offloaded gradients and sum squares, before gradients leave or are freed."""
         reductions = [item for item in self._offloaded_reductions if item.name in names]
-        if reductions:
-            reduce_gradients(
-                reductions,
-                self._complete_gradients({pending.name for pending in reductions}),
-                bucket_size_bytes=self.layout.bucket_size_bytes,
-            )
+        reduce_gradients(
+            reductions,
+            complete_gradients(self._parameters, [pending.name for pending in reductions]),
+            bucket_size_bytes=self.layout.bucket_size_bytes,
+        )
         for call in self._offloaded_gradient_hooks:
             call(names)
         for name in names:
@@ -281,25 +295,12 @@ class ParallelModel:
 
     def launch_stage_reduction(self, stage: int) -> None:
         """Begin to reduce the gradients of a stage; `finish_gradients` waits for it."""
-        reductions = self._stage_reductions.get(stage)
-        if reductions:
-            self._launched_reductions += launch_reductions(
-                reductions,
-                self._complete_gradients({pending.name for pending in reductions}),
-                bucket_size_bytes=self.layout.bucket_size_bytes,
-            )
-
-    def _complete_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the local gradients of trained parameters, zeros where there are none."""
-        gradients = {}
-        for name in names:
-            parameter = self._parameters[name]
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:  # the other ranks of its group have a gradient
-                parameter.grad = torch.zeros_like(parameter)
-            gradients[name] = get_local_tensor(parameter.grad)
-        return gradients
+        reductions = self._stage_reductions.get(stage, ())
+        self._launched_reductions += launch_reductions(
+            reductions,
+            complete_gradients(self._parameters, [pending.name for pending in reductions]),
+            bucket_size_bytes=self.layout.bucket_size_bytes,
+        )
 
     def invalidate_weights(self) -> None:
         """State that parameters are about to be written. Identical on all ranks."""
@@ -365,9 +366,8 @@ class ParallelModel:
         is_counted = self._coordinates["pp"] == self.layouts[name].pp_ranks[0]
         if parameter is None or parameter.grad is None or not is_counted:
             return []
-        gradient = get_local_tensor(parameter.grad)
         return [
-            narrow_to_box(gradient, box.local_bounds)
+            narrow_to_box(get_local_tensor(parameter.grad), box.local_bounds)
             for box in self.local_boxes(name)
             if box.is_first_copy
         ]

@@ -156,6 +156,14 @@ class Pipeline:
             self.layout.schedule, self.layout.pp, num_micro_batches, self.layout.virtual_stages
         )
 
+    def list_completed_parameters(self, completed_layers: Collection[int]) -> frozenset[str]:
+        """List the parameters that only stages use all of whose layers are completed."""
+        completed = {
+            stage.index for stage in self.stages if set(stage.layers).issubset(completed_layers)
+        }
+        stage_of_parameter = find_parameter_stages(self.decoder.shape, self.stages)
+        return frozenset(name for name, stage in stage_of_parameter.items() if stage in completed)
+
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],

@@ -142,3 +142,12 @@ def split_into_micro_batches(
         ]
         for first in range(0, len(order), step)
     ]
+
+
+def round_up_row_length(longest: int, row_multiple: int) -> int:
+    """Return the length of rows that end with the longest of their micro-batch, in tokens.
+
+    >>> round_up_row_length(13, 8), round_up_row_length(0, 8)
+    (16, 8)
+    """
+    return max(1, -(-longest // row_multiple)) * row_multiple

@@ -187,7 +187,9 @@ def choose_expert_dispatch(predictor: Predictor, candidate: Candidate) -> tuple[
         f"{order} {format_seconds(each.time.step)}"
         for order, each in zip(orders, predictions, strict=True)
     ]
-    return chosen.candidate, f"predicted step: {', '.join(times)}"
+    # Waits of the host are not predicted, and nothing is known of the router's loads.
+    others = "padded is not compared: it suits even loads of experts where the host delays the GPU"
+    return chosen.candidate, f"predicted step: {', '.join(times)}; {others}"
 
 
 def resolve_expert_dispatch(recipe: Recipe, plan: Plan, cluster: Cluster) -> Plan:

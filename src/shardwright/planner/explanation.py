@@ -61,11 +61,16 @@ def _explain_choice(result: SearchResult) -> str | None:
         )
     if chosen is fastest:
         return f"{chosen.candidate.describe()} is the fastest layout that fits."
-    slower = chosen.time.step / fastest.time.step - 1
+    slower = f"{chosen.time.step / fastest.time.step - 1:.1%}"
     name = fastest.candidate.describe()
+    comparison = (
+        f"as fast as {name}"
+        if slower == "0.0%"
+        else f"only {slower} slower than the fastest ({name})"
+    )
     return (
-        f"{chosen.candidate.describe()} is only {slower:.1%} slower than the fastest ({name}) "
-        "and is simpler; predictions are not that precise."
+        f"{chosen.candidate.describe()} is {comparison} and is simpler; "
+        "predictions are not that precise."
     )
 
 
@@ -199,8 +204,9 @@ def _explain_low_precision(predictor: Predictor, chosen: Prediction) -> str | No
     shares = candidate.quantised_shares
     if shares is None:
         return None
-    plain = predictor.predict(replace(candidate, precision="bf16", scaled_shares=None))
-    wide, narrow = (predictor.get_rates(precision) for precision in ("bf16", candidate.precision))
+    unscaled = replace(candidate, precision="bf16", scaled_shares=None)
+    plain = predictor.predict(unscaled)
+    wide, narrow = (predictor.get_rates(each) for each in (unscaled, candidate))
     micro_batches = candidate.gradient_accumulation_steps / candidate.layout.pp
     wide_products, _ = compute_scaled_product_seconds(predictor.facts, candidate, wide)
     narrow_products, quantisation = compute_scaled_product_seconds(

@@ -24,7 +24,7 @@ from shardwright.config.low_precision import (
 )
 from shardwright.config.recipe import Recipe
 from shardwright.errors import RecipeError
-from shardwright.hardware import Accelerator
+from shardwright.hardware import Accelerator, Cluster
 from shardwright.placement.low_precision import (
     BLOCK_OF_RECIPE,
     TARGET_OF_ROLE,
@@ -154,6 +154,8 @@ class ScaledShares:
     """Weights that ZeRO may gather as codes; None if all are stored as `[in, out]`."""
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Precision of everything else, and of the results of these products."""
+    recipe: LowPrecisionRecipe | None = None
+    """Recipe of the products. None for those of other trainers."""
     has_kernels: bool = True
     """False if no kernel multiplies the operands: on the CPU, or with `emulate`."""
 
@@ -215,6 +217,30 @@ class ScaledShares:
         return OperandElements(
             share * m * k, share * m * n, self.get_weight_gradient_share(role) * (m * n + m * k)
         )
+
+
+def find_measured_ratio(cluster: Cluster, recipe: LowPrecisionRecipe | None) -> float | None:
+    """Return the measured rate of a recipe's products as a multiple of that of bf16; None if it was
+    not measured."""
+    if recipe is None or cluster.profile is None:
+        return None
+    # The output of `rowwise_with_gw_hp` is that of `rowwise`, which `doctor` measures.
+    measured = "rowwise" if recipe == "rowwise_with_gw_hp" else recipe
+    return cluster.profile.find_scaled_product_ratio(measured)
+
+
+def describe_product_rates(section: LowPrecisionSection | None, cluster: Cluster) -> str | None:
+    """Say whether the rates of a recipe's products are measured or assumed; None without them."""
+    if section is None:
+        return None
+    name = section.kind if section.kind == "nvfp4" else f"{section.kind} {section.recipe}"
+    ratio = find_measured_ratio(cluster, section.recipe)
+    if ratio is not None:
+        return f"{name}: products at {ratio:.2f} times the rate of bf16, measured; casts assumed"
+    return (
+        f"{name}: rates of products assumed, from published runs of other trainers; "
+        "`doctor --calibrate` measures them. Casts assumed"
+    )
 
 
 def explain_missing_kernels(
@@ -296,6 +322,7 @@ def build_scaled_shares(shape: ModelShape, section: LowPrecisionSection) -> Scal
         isinstance(section, NVFP4Section) and section.gradient_rounding == "stochastic",
         _build_code_gathers(shape, section, totals),
         section.compute,
+        section.recipe,
         has_kernels=not section.emulate,
     )
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from shardwright.config.offload import OffloadTier
 from shardwright.hardware import MeasuredProfile
+from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate
+from shardwright.schedule.registry import has_split_backward
 
 _BYTES_PER_SECOND: dict[OffloadTier, float] = {"host": 25e9, "disk": 1e9}
 """Assumed rates per rank in each direction, both directions at the same time: of a device's PCIe
@@ -115,10 +117,6 @@ def compute_host_update_seconds(
     returning_bytes = resident_bytes
     if not candidate.moves_weights:
         returning_bytes += num_offloaded * candidate.master_bytes
-    layout = candidate.layout
-    is_early = layout.pp == 1 and (
-        layout.zero_stage >= 1 or layout.dp_replicate * layout.dp_shard * layout.cp == 1
-    )
     seconds = [moved_bytes / get_host_memory_rate(profile), returning_bytes / link]
     on_disk = 0.0
     if candidate.offloads_trained_weights and candidate.parameter_offload == "disk":
@@ -148,7 +146,20 @@ def compute_host_update_seconds(
         exposed_seconds = compute_exposed_update_seconds(
             exposed_seconds, first_share, max(0.0, forward_seconds) * hidden_share
         )
-    return exposed_seconds + max(0.0, leaving_seconds - is_early * backward_seconds)
+    hiding_seconds = backward_seconds if _completes_gradients_early(candidate.layout) else 0.0
+    return exposed_seconds + max(0.0, leaving_seconds - hiding_seconds)
+
+
+def _completes_gradients_early(layout: Layout) -> bool:
+    """Return True if the last backward pass of a stage completes its gradients one by one.
+
+    A split one computes gradients of weights after it, and a pipeline without ZeRO reduces those of
+    a stage at once.
+    """
+    if layout.pp == 1:
+        return True
+    is_reduced_at_once = layout.zero_stage == 0 and layout.data_ranks * layout.cp > 1
+    return not (is_reduced_at_once or has_split_backward(layout.schedule))
 
 
 def is_updated_in_backward(candidate: Candidate) -> bool:

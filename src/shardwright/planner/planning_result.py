@@ -14,6 +14,7 @@ from shardwright.planner.candidate import Candidate, LowRankAdapter, Precision
 from shardwright.planner.expert_loads import ExpertRankLoads
 from shardwright.planner.explanation import explain
 from shardwright.planner.low_precision import (
+    describe_product_rates,
     explain_missing_kernels,
     read_low_precision_section,
 )
@@ -107,6 +108,9 @@ class PlanningResult:
     context ranks share packed rows, with both values of `layout.cp_split`."""
     expert_summary: str | None = None
     """Description of the loads of experts that times and memory are predicted with. None: even."""
+    product_rates: str | None = None
+    """Source of the rates of quantised products: measured or assumed. None without such
+    products."""
     missing_kernels: str | None = None
     """Reason why the device has no kernels for the recipe's quantised products. None if it has."""
     omissions: tuple[str, ...] = ()
@@ -191,8 +195,9 @@ def plan_recipe(
         build_template(recipe, precision=precision, adapter=adapter), expert_loads=expert_loads
     )
     predictor = build_predictor(_get_facts(recipe, template), cluster)
+    low_precision = read_low_precision_section(recipe, template.precision)
     # Raise for an unsupported precision before the search starts.
-    predictor.get_rates(template.precision)
+    predictor.get_rates(template)
     problem = build_problem(recipe, template, cluster.num_gpus)
     result = search_run_layouts(predictor, problem, num_layouts=num_layouts)
     candidate = build_recipe_candidate(recipe, template, cluster.num_gpus)
@@ -232,7 +237,10 @@ def plan_recipe(
         precision_reason=None if choice is None else choice.reason,
         num_measured_steps=None if correction is None else correction.num_steps,
         correction_summary=describe_measurements(step_profile, correction),
-        missing_kernels=_explain_missing_kernels(recipe, template, cluster),
+        product_rates=describe_product_rates(low_precision, cluster),
+        missing_kernels=None
+        if low_precision is None or template.scaled_shares is None
+        else explain_missing_kernels(low_precision, cluster.accelerator, template.scaled_shares),
         omissions=tuple(_list_omissions(recipe, template)),
         recipe_conflict=conflict,
         row_summary=None if rows is None else rows.describe(),
@@ -277,13 +285,6 @@ def _choose_results(
         return *choose_recompute(predictor, candidate, section), None
     except RecipeError as error:
         return candidate, None, str(error)
-
-
-def _explain_missing_kernels(recipe: Recipe, template: Candidate, cluster: Cluster) -> str | None:
-    section = read_low_precision_section(recipe, template.precision)
-    if section is None or template.scaled_shares is None:
-        return None
-    return explain_missing_kernels(section, cluster.accelerator, template.scaled_shares)
 
 
 def _get_facts(recipe: Recipe, template: Candidate) -> ModelFacts:

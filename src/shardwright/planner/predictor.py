@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from shardwright.architecture import ModelShape
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.hardware import Cluster
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.parameter_memory import PersistentMemory
@@ -110,17 +111,19 @@ class Predictor:
             is_measured=cluster.profile is not None,
         )
         self.network = NetworkModel(cluster, efficiency)
-        self._rates: dict[str, DeviceRates] = {}
+        self._rates: dict[tuple[str, LowPrecisionRecipe | None], DeviceRates] = {}
 
     def resize(self, cluster: Cluster) -> Predictor:
         """Return the predictor of the same model on another number of the same devices."""
         return Predictor(self.facts, cluster, self.efficiency, self._trainer)
 
-    def get_rates(self, precision: str) -> DeviceRates:
-        """Return the cached rates of the device in a precision."""
-        rates = self._rates.get(precision)
+    def get_rates(self, candidate: Candidate) -> DeviceRates:
+        """Return the cached rates of the device in the candidate's precision."""
+        shares = candidate.quantised_shares
+        key = (candidate.precision, None if shares is None else shares.recipe)
+        rates = self._rates.get(key)
         if rates is None:
-            rates = self._rates[precision] = DeviceRates(self.cluster, self.efficiency, precision)
+            rates = self._rates[key] = DeviceRates(self.cluster, self.efficiency, *key)
         return rates
 
     @cached_property
@@ -137,7 +140,7 @@ class Predictor:
         """Compute the layer costs of one micro-batch of the candidate. `compute` may have computed
         a part of them."""
         facts = _get_facts(self.facts, candidate)
-        rates = self.get_rates(candidate.precision)
+        rates = self.get_rates(candidate)
         return LayerCosts(facts, candidate, rates, self.network, compute)
 
     def get_pipeline_stages(self, candidate: Candidate) -> PipelineStages:
@@ -177,7 +180,7 @@ class Predictor:
         costs = StepCosts(
             _get_facts(self.facts, candidate),
             candidate,
-            self.get_rates(candidate.precision),
+            self.get_rates(candidate),
             self.network,
             layer_costs,
         )

@@ -19,6 +19,7 @@ from shardwright.layout import Layout
 from shardwright.placement.row_assignment import (
     WorkBalance,
     balance_rows,
+    round_up_row_length,
     sort_by_length,
     split_into_micro_batches,
     waits_after_each_micro_batch,
@@ -85,10 +86,9 @@ class TrainingRows:
 
     def get_row_multiple(self, candidate: Candidate) -> int | None:
         """Return the multiple to which the candidate pads its rows; None: to the full length."""
-        layout = candidate.layout
-        if self.pad_multiple is None or (candidate.compile and (layout.cp > 1 or layout.tp > 1)):
+        if self.pad_multiple is None:
             return None
-        return compute_row_multiple(layout, self.pad_multiple)
+        return compute_row_multiple(candidate.layout, self.pad_multiple)
 
     def describe(self) -> str:
         """Describe the rows in one line."""
@@ -142,7 +142,7 @@ class TrainingRows:
         row_tokens = self.sequence_length
         if multiple is not None:
             longest = max(self.lengths[row] for row in rows)
-            row_tokens = min(row_tokens, max(1, -(-longest // multiple)) * multiple)
+            row_tokens = min(row_tokens, round_up_row_length(longest, multiple))
         if not self.is_packed:
             return MicroBatchRows(row_tokens, None)
         # Padding at the end of a row is a document of its own.

@@ -165,15 +165,21 @@ class Run:
     def interruptions(self) -> list[FailureEvent | RestartEvent]:
         """Failures and restarts in order of time.
 
-        A restart replaces the failure before it: it names the rank that was lost, and a failure
-        of another rank is only the consequence.
+        A restart, or the launcher's failure, replaces the failure before it: they name the rank
+        that was lost, and a failure of another rank is only the consequence.
         """
         found: list[FailureEvent | RestartEvent] = []
+        has_failed = False
+        """True between a failure and the next start."""
         for event in self.log.events:
-            if isinstance(event, RestartEvent) and found and isinstance(found[-1], FailureEvent):
+            if isinstance(event, RunStartedEvent):
+                has_failed = False
+            if not isinstance(event, FailureEvent | RestartEvent):
+                continue
+            if has_failed:
                 found.pop()
-            if isinstance(event, FailureEvent | RestartEvent):
-                found.append(event)
+            found.append(event)
+            has_failed = isinstance(event, FailureEvent)
         return found
 
     @property

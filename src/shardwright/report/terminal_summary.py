@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from shardwright.report.downsampling import FloatArray, compute_bin_means
 from shardwright.report.recorded_run import Run
+from shardwright.report.run_settings import SETTINGS
 from shardwright.telemetry.sinks import describe_event
 from shardwright.units import (
     format_bytes,
@@ -21,6 +23,8 @@ from shardwright.units import (
 _SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
 """Characters of a sparkline."""
+_MAX_COLUMNS = 100
+"""Columns after which the text of a fact continues in the next line."""
 
 
 def draw_sparkline(values: FloatArray) -> str:
@@ -53,7 +57,7 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
             if summary["layout"]
             else None,
         ),
-        *((name, summary[name]) for name in ("precision", "optimizer", "offload")),
+        *((name, summary[name]) for name in SETTINGS),
         (
             "steps",
             f"{summary['steps']:,}"
@@ -77,10 +81,24 @@ def describe_run(run: Run, summary: dict[str, Any]) -> list[str]:
         ("history", _format_history(summary)),
     ]
     lines = [f"{summary['name']}  ({summary['status']})"]
-    lines += [f"  {name:<16}{text}" for name, text in facts if text is not None]
+    for name, text in facts:
+        if text is not None:
+            lines += _wrap_fact(name, text)
     lines += [f"  {describe_event(event)}" for event in run.interruptions]
     lines += [f"  note: {problem}" for problem in summary["problems"]]
     return lines
+
+
+def _wrap_fact(name: str, text: str) -> list[str]:
+    """Format a name and its text; the text continues below itself after `_MAX_COLUMNS`."""
+    return textwrap.wrap(
+        text,
+        _MAX_COLUMNS,
+        initial_indent=f"  {name:<16}",
+        subsequent_indent=" " * 18,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _find_first_device(devices: Sequence[str]) -> str:

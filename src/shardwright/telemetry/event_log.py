@@ -53,15 +53,18 @@ class EventWriter:
     advisory lock that ends with the process). Opening the file removes a last line that a crash
     left incomplete, and logs a `warning` event.
 
+    Args:
+        elapsed_seconds: for events of a process that has ended, its seconds so far.
+
     Raises:
         InputError: another process is writing this run.
         RunFailed: the file cannot be written (such as on a full disk); earlier lines stay
             readable.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], *, elapsed_seconds: float = 0.0) -> None:
         self.path = Path(run_dir) / EVENTS_FILE_NAME
-        self._opened_at = time.monotonic()
+        self._opened_at = time.monotonic() - elapsed_seconds
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(

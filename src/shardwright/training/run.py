@@ -7,8 +7,9 @@ their import time.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shardwright.checkpoint.commit import check_store
 from shardwright.checkpoint.run_folder import RunFolder
 from shardwright.config import Recipe, dump_recipe
 from shardwright.data.sources.source_files import ProgressOpener
-from shardwright.errors import InputError
+from shardwright.errors import InputError, RunFailed
 from shardwright.launch.allocator import use_expandable_segments
 from shardwright.launch.devices import should_use_cuda
 from shardwright.launch.elastic import LaunchAttempt, Restart, run_with_restarts
@@ -30,12 +31,18 @@ from shardwright.launch.rank_environment import (
     detect_rank_environment,
     is_restart,
 )
-from shardwright.launch.rank_outcome import find_launcher_pid
+from shardwright.launch.rank_outcome import (
+    RESUME_ADVICE,
+    find_launcher_pid,
+    is_lost_peer_message,
+)
 from shardwright.launch.rank_processes import RankProcesses
 from shardwright.launch.stop_signals import StopRequest, listen_for_stop, stop_when_parent_exits
 from shardwright.launch.world_sizes import WorldSizes
 from shardwright.telemetry.event_log import (
     EvaluationEvent,
+    EventWriter,
+    FailureEvent,
     RunFinishedEvent,
     StepEvent,
     read_events,
@@ -159,7 +166,7 @@ def _train_in_ranks(
     allow_drift: Sequence[str],
 ) -> None:
     """Start all ranks, again after a failure that the recipe allows."""
-    hang_reports = RunFolder.from_recipe(recipe).hang_reports_path
+    folder = RunFolder.from_recipe(recipe)
     # Not in the run folder, which must not change before rank 0 has checked it.
     with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
         path = Path(name) / "recipe.yaml"
@@ -201,14 +208,14 @@ def _train_in_ranks(
                 "shardwright.training.worker",
                 words,
                 stop,
-                hang_reports,
+                folder.hang_reports_path,
                 pool=pool,
             )
 
         def read_newest_step() -> int:
             return pool.newest_step if pool is not None and elastic.peer_copies else 0
 
-        with nullcontext() if pool is None else pool:
+        with _log_failure(folder.path), nullcontext() if pool is None else pool:
             run_with_restarts(
                 recipe,
                 world_size,
@@ -218,6 +225,32 @@ def _train_in_ranks(
                 sizes.find_smaller,
                 nodes.count_slots,
             )
+
+
+@contextmanager
+def _log_failure(run_dir: Path) -> Iterator[None]:
+    """Log why the ranks that are started in the context have ended, if they fail."""
+    start_time = time.time()
+    try:
+        yield
+    except RunFailed as error:
+        with suppress(InputError, RunFailed):  # `error` is what matters
+            _log_cause(run_dir, error, start_time)
+        raise
+
+
+def _log_cause(run_dir: Path, error: RunFailed, start_time: float) -> None:
+    """Log why the ranks have ended, if rank 0 did not: it died, or has only lost another rank."""
+    events = read_events(run_dir, is_lenient=True).events
+    if not events or events[-1].time < start_time:
+        return  # rank 0 had not begun
+    last = events[-1]
+    if isinstance(last, FailureEvent) and not is_lost_peer_message(last.message):
+        return
+    elapsed_seconds = last.elapsed_seconds + max(0.0, time.time() - last.time)
+    message = str(error).partition("\n")[0].removesuffix(RESUME_ADVICE)
+    with EventWriter(run_dir, elapsed_seconds=elapsed_seconds) as writer:
+        writer.write("failed", step=last.step, message=message)
 
 
 def _build_run_summary(folder: Path) -> dict[str, Any]:

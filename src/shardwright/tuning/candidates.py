@@ -160,7 +160,7 @@ class _CandidateSearch:
         shape = read_planning_shape(self.recipe)
         self.predictor = build_predictor(get_recipe_facts(self.recipe, shape), request.cluster)
         template = replace(build_template(self.recipe), compile=request.is_compiled)
-        self.predictor.get_rates(template.precision)  # raise for a precision without units
+        self.predictor.get_rates(template)  # raise for a precision without units
         planned = self.recipe.model_copy(
             update={
                 "training": self.recipe.training.model_copy(

@@ -96,10 +96,8 @@ class VerificationProblem:
         shape = self.case.apply_to_shape(self.shape)
         plan = build_plan(shape, layout, self.batch, self.precision, self.case.recompute)
         plan = replace(plan, is_compiled=self.is_compiled, pointwise=self.pointwise)
-        # Router statistics count every token of a row, and so do scales of a micro-batch. Blocks
-        # of ranks that share rows are compiled for one length.
-        is_one_length = plan.is_compiled and (layout.tp > 1 or layout.cp > 1)
-        if is_one_length or shape.experts is not None or has_micro_batch_scales(self.low_precision):
+        # Router statistics count every token of a row, and so do scales of a micro-batch.
+        if shape.experts is not None or has_micro_batch_scales(self.low_precision):
             short_plan = plan
         else:
             short_plan = pad_to_longest_row(plan)

@@ -24,6 +24,13 @@ PADDED_EXPERTS = replace(
     SHARDED_EXPERTS,
     layout=replace(SHARDED_EXPERTS.layout, expert_dispatch="padded", expert_row_limit=1.5),
 )
+HALVED_EXPERTS = replace(
+    SHARDED_EXPERTS, layout=replace(SHARDED_EXPERTS.layout, expert_dispatch="halves")
+)
+ROWS_PER_RANK = replace(
+    SHARDED_EXPERTS, layout=replace(SHARDED_EXPERTS.layout, expert_dispatch="once_per_rank")
+)
+ADAPTERS = {"adapters": {"rank": 4}}  # of attention and experts, whose products are padded
 CAPACITY = {"moe": {"capacity_factor": 0.8}}
 COMPILED = Case(Layout(), kind="bf16", is_compiled=True)
 COMPILED_EXPERTS = replace(SHARDED_EXPERTS, is_compiled=True)
@@ -56,6 +63,10 @@ CASES: dict[str, Case] = {
     "ep, bf16": SHARDED_EXPERTS,
     "ep, bf16, full recomputation": replace(SHARDED_EXPERTS, recompute="full"),
     "ep with a capacity, bf16": replace(SHARDED_EXPERTS, sections=CAPACITY),
+    "ep, halves, bf16": HALVED_EXPERTS,
+    "ep, once per rank, bf16": ROWS_PER_RANK,
+    "experts, LoRA, bf16": Case(Layout(), model="qwen3_moe", kind="bf16", sections=ADAPTERS),
+    "ep, LoRA, bf16": replace(SHARDED_EXPERTS, sections=ADAPTERS),
     "ep, padded, bf16": PADDED_EXPERTS,
     "ep, padded, with a capacity, bf16, full recomputation": replace(
         PADDED_EXPERTS, sections=CAPACITY, recompute="full"

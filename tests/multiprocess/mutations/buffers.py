@@ -26,10 +26,10 @@ def share_buffer_between_buckets() -> Iterator[None]:
     shared = torch.zeros(1 << 20, dtype=torch.float64)
 
     def sum_bucket(
-        state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+        reduction: ddp.BucketReduction, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
         slot = shared[: bucket.buffer().numel()].copy_(bucket.buffer())
-        dist.all_reduce(slot, group=state[0])
+        dist.all_reduce(slot, group=reduction.group)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(slot)
         return future

@@ -154,10 +154,10 @@ def skip_reduction_of_single_buckets() -> Iterator[None]:
     original = ddp._all_reduce_bucket
 
     def sum_bucket(
-        state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+        reduction: ddp.BucketReduction, bucket: dist.GradBucket
     ) -> torch.futures.Future[Tensor]:
         if len(bucket.parameters()) > 1:
-            return original(state, bucket)
+            return original(reduction, bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

@@ -187,6 +187,10 @@ def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> N
     assert gpu_arguments.PART_SECONDS < 9 * 60 - 10
     assert [step.part for step in steps] == sorted(step.part for step in steps)
     assert {step.part for step in steps} == set(range(1, gpu_arguments.NUM_PARTS + 1))
+    for name in ("README.md", "Makefile"):
+        assert set(re.findall(r"PART=\d+/(\d+)", (ROOT / name).read_text())) == {
+            str(gpu_arguments.NUM_PARTS)
+        }
     names = [step.name for step in steps]
     assert names[:4] == ["device", "smoke", "numbers", "tests of numbers"]
     assert names[4:6] == ["attention", "functions"]
@@ -195,9 +199,12 @@ def test_parts_are_below_nine_minutes_and_the_most_informative_come_first() -> N
         "speed llama-3.2-1b-4096-compile",
         "profile llama-3.2-1b-4096",
     ]
-    for part in (1, 2, 11, 12):
-        expected_seconds = sum(step.estimated_seconds for step in steps if step.part == part)
-        assert expected_seconds <= gpu_arguments.PART_SECONDS, part
+    for part in range(1, gpu_arguments.NUM_PARTS + 1):
+        chosen = [step for step in steps if step.part == part]
+        expected_seconds = sum(step.estimated_seconds for step in chosen)
+        # Shapes of one part, all of whose steps are alike, may leave one step to a second call.
+        slack = max(step.estimated_seconds for step in chosen) if part in (5, 6) else 0.0
+        assert expected_seconds - slack <= gpu_arguments.PART_SECONDS, part
     assert names[-1].startswith("offload more ")
     tested = {word for step in steps for word in step.command if word.startswith("tests/gpu/")}
     assert tested == {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}

@@ -48,6 +48,7 @@ def test_the_tables_fit_and_show_remedies(width: int) -> None:
     print_findings(FINDINGS, Console(width=width, file=page))
     lines = page.getvalue().splitlines()
     assert max(len(line) for line in lines) <= width
+    assert all(line == line.rstrip() for line in lines)
     words = " ".join(page.getvalue().split())
     assert "-> Cool it: fans, air flow, inlet temperature" in words
     assert (

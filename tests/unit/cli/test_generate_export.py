@@ -124,7 +124,7 @@ def test_export_uses_the_precision_of_the_training(run: Path, tmp_path: Path) ->
         (["generate", "RUN", "--prompt", "a", "--checkpoint", "9"], "no such checkpoint"),
         (["generate", "RUN", "--prompt", "a", "--dtype", "int4"], "unknown precision"),
         (["generate", "nowhere", "--prompt", "a"], "no model in this folder"),
-        (["export", "RUN", "--out", "OCCUPIED"], "the folder is not empty"),
+        (["export", "RUN", "--out", "OCCUPIED"], "--out: the folder is not empty"),
         (["export", "RUN", "--out", "x", "--max-shard-gb", "0"], "max-shard-gb"),
         (["export", "RUN", "--out", "x", "--quantise", "int4"], "fp8-block, fp8-row"),
         (

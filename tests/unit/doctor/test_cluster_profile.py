@@ -15,9 +15,11 @@ from shardwright.config.recipe_loading import validate_recipe
 from shardwright.doctor.diagnosis import Diagnosis
 from shardwright.doctor.examination import ExaminationRequest
 from shardwright.doctor.finding import Finding
+from shardwright.doctor.rates import planner_lookups
 from shardwright.doctor.rates.cluster_profile import build_profile, build_request
 from shardwright.doctor.rates.device_rates import AttentionWorkload, time_attention
 from shardwright.doctor.rates.elementwise import time_elementwise
+from shardwright.doctor.rates.scaled_rates import ScaledRate
 from shardwright.errors import InputError
 from shardwright.hardware import (
     AttentionRate,
@@ -25,6 +27,7 @@ from shardwright.hardware import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    ScaledProductRate,
     load_profile,
     save_profile,
 )
@@ -140,6 +143,44 @@ def predict_for_cpus(recipe: Recipe, profile: Path | None) -> Prediction:
         cluster,
         load_efficiencies().get_efficiency(cluster.accelerator),
     )
+
+
+def test_a_profile_has_the_ratio_of_each_recipe_that_was_measured(recipe: Recipe) -> None:
+    request = build_request(recipe, LAYOUT, device="cpu", should_calibrate=True)
+    diagnosis = make_diagnosis(request, 1e11, 1e10)
+    measured = [
+        asdict(ScaledRate("rowwise", 512, 1e11, kernel_flops_per_second=rate, obstacle=None))
+        for rate in (1.5e11, 1.7e11)
+    ]
+    diagnosis.rates["scaled_products"] = [
+        *measured,
+        asdict(ScaledRate("blockwise", 512, 1e11, obstacle="no kernel")),
+    ]
+    profile = build_profile(diagnosis, request)
+    assert profile.scaled_products == (ScaledProductRate("rowwise", 512, 1.6),)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_a_recipe_with_quantised_products_has_lookups_in_bf16(
+    kind: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates of quantised products are multiples of those of bf16, of the same shapes."""
+    monkeypatch.setattr(planner_lookups, "find_catalog_name", lambda *_: "B200-180GB-SXM")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "")
+
+    def list_products(precision: Any) -> set[Any]:
+        changed = validate_recipe(recipe.model_dump(mode="json") | {"precision": precision})
+        return set(planner_lookups.list_recipe_lookups(changed, LAYOUT, "cuda").matmuls)
+
+    section = {"kind": kind, kind: {"experimental": True} if kind == "nvfp4" else {}}
+    assert list_products(section) == list_products("bf16")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="no hardware support for"):
+        planner_lookups.list_recipe_lookups(
+            validate_recipe(recipe.model_dump(mode="json") | {"precision": section}),
+            LAYOUT,
+            "cpu",
+        )
 
 
 def test_every_rate_that_the_planner_looks_up_is_measured(

@@ -16,11 +16,13 @@ from shardwright.hardware import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    ScaledProductRate,
     TierRates,
     load_profile,
     parse_cluster,
     save_profile,
 )
+from shardwright.hardware.measured_profile import read_profile
 
 PROFILE = MeasuredProfile(
     accelerator="NVIDIA H200",
@@ -53,7 +55,20 @@ PROFILE = MeasuredProfile(
     ),
     handoff_seconds=0.0,
     tiers=TierRates(host_link_bytes_per_second=5e10, disk_read_bytes_per_second=3e9),
+    scaled_products=(ScaledProductRate("rowwise", 8192, 1.6), ScaledProductRate("mxfp8", 8192, 2)),
 )
+
+
+def test_a_profile_without_rates_of_scaled_products_opens() -> None:
+    content = json.loads(json.dumps(PROFILE.as_dict()))
+    del content["scaled_products"]
+    old = read_profile(content)
+    assert old == replace(PROFILE, scaled_products=())
+    assert old.find_scaled_product_ratio("rowwise") is None
+    assert PROFILE.find_scaled_product_ratio("mxfp8") == 2
+    content["scaled_products"] = [{"recipe": "rowwise", "side": 8192, "times_bf16": 0}]
+    with pytest.raises(InputError, match=r"profile\.scaled_products\.times_bf16"):
+        read_profile(content)
 
 
 def test_a_profile_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Legend: B sequences, T tokens, H query heads, K key/value heads, E head_dim.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from shardwright.architecture import read_config
-from shardwright.architecture.attention_kernel import KernelSupport
+from shardwright.architecture import MODEL_FAMILIES, read_config
+from shardwright.architecture.attention_kernel import KernelSupport, get_attended_value_dim
 from shardwright.errors import RecipeError
 from shardwright.model import Decoder, KeyValueCache, forward_context
 from shardwright.model.attention import fused_attention
@@ -95,11 +96,35 @@ def assert_equal_gradients(
         assert (got - want).norm() <= tolerance * scale
 
 
-FLEX_CASES = ("llama", "mistral-window", "gemma2", "gemma3_text-newer", "gpt_oss", "deepseek_v3")
+SHORT_CASES = {
+    "llama", "mistral-window", "qwen2-window-from-layer-1", "qwen3-biases-window",
+    "phi3-window-partial", "gemma2", "gemma3_text-newer", "olmo2", "granite",
+    "smollm3-untied-listed", "gpt2", "gpt_neox", "mixtral-window-narrow",
+    "qwen3_moe-some-dense-normalised", "olmoe", "gpt_oss", "deepseek_v3",
+}  # fmt: skip
+"""One case of each family. The others are long."""
+
+
+def has_varlen(case: str) -> bool:
+    """Return True if varlen computes the case's attention: torch's needs values as wide as keys."""
+    shape = read_config(CASES[case])
+    has_equal_widths = get_attended_value_dim(shape) == shape.head_dim
+    return has_equal_widths and not (shape.attention_sinks or shape.attention_soft_cap)
+
+
+def list_cases(cases: Iterable[str]) -> list[Any]:
+    return [
+        pytest.param(case, marks=() if case in SHORT_CASES else pytest.mark.long) for case in cases
+    ]
+
+
+def test_a_case_of_every_family_is_short() -> None:
+    families = [CASES[case]["model_type"] for case in SHORT_CASES]
+    assert sorted(families) == sorted(MODEL_FAMILIES)
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("case", FLEX_CASES)
+@pytest.mark.parametrize("case", list_cases(CASES))
 def test_flex_attention_equals_explicit_products(case: str, is_packed: bool) -> None:
     expected = compute_gradients(build(case, "explicit"), is_packed=is_packed)
     got = compute_gradients(build(case, "flex"), is_packed=is_packed)
@@ -107,7 +132,7 @@ def test_flex_attention_equals_explicit_products(case: str, is_packed: bool) -> 
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("case", ["llama", "mistral-window", "gemma3_text-newer", "deepseek_v3"])
+@pytest.mark.parametrize("case", list_cases(filter(has_varlen, CASES)))
 def test_varlen_equals_explicit_products(case: str, is_packed: bool, kernels: PlainVarlen) -> None:
     expected = compute_gradients(build(case, "explicit"), is_packed=is_packed)
     decoder = build(case, "varlen")
@@ -312,9 +337,29 @@ def test_the_fall_back_is_logged(
 
 
 def test_a_cpu_has_neither_kernel() -> None:
-    support = fused_attention.find_kernel_support(torch.device("cpu"), torch.float32, 8)
+    support = fused_attention.find_kernel_support(torch.device("cpu"), torch.float32, 8, 8)
     assert "cpu" in str(support.missing_varlen)
     assert torch.__version__ in str(support.missing_flex)
+
+
+def test_values_wider_than_keys_have_no_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash attention checks that all widths are equal. Narrower values are padded."""
+    monkeypatch.setattr(forward_context, "find_kernel_support", fused_attention.find_kernel_support)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = CASES["deepseek_v3"] | {"qk_nope_head_dim": 12}
+    for value_dim, has_varlen in ((8, True), (16, True), (24, False)):
+        shape = read_config(config | {"v_head_dim": value_dim})
+        choices = forward_context.choose_layer_kernels(
+            shape,
+            "auto",
+            torch.device("cuda"),
+            torch.bfloat16,
+            num_keys=LONG,
+            is_packed=True,
+            has_dropout=False,
+        )
+        assert (choices[None].kernel == "varlen") == has_varlen
+        assert ("not 24 and 16 features" in choices[None].reason) != has_varlen
 
 
 def test_a_requested_kernel_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

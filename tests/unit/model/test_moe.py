@@ -84,12 +84,13 @@ def test_grouped_products_equal_separate_products(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("widths", [(16, 24), (6, 10)], ids=["aligned", "not-aligned"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_grouped_products_are_a_registered_operation_with_a_fake_kernel(
-    dtype: torch.dtype,
+    dtype: torch.dtype, widths: tuple[int, int]
 ) -> None:
-    x = torch.randn(9, 16, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 24, 16, dtype=dtype, requires_grad=True)
+    x = torch.randn(9, widths[0], dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, *widths[::-1], dtype=dtype, requires_grad=True)
     torch.library.opcheck(
         torch.ops.shardwright.grouped_product.default, (x, weight, torch.tensor([3, 0, 5, 1]), True)
     )

@@ -125,7 +125,7 @@ def test_trained_parameters_are_reduced_and_groups_gathered_whole(layout: Layout
 
     def compute(facts: ModelFacts) -> tuple[StepCosts, StageLoad]:
         predictor = build_predictor(facts)
-        rates = predictor.get_rates(candidate.precision)
+        rates = predictor.get_rates(candidate)
         counts = tuple(kind.count for kind in facts.kinds)
         return StepCosts(facts, candidate, rates, predictor.network), StageLoad(counts)
 
@@ -146,7 +146,7 @@ def test_a_root_without_gradients_leaves_the_last_reduction_to_a_group() -> None
     facts = build_facts(EMBEDDING, "lm_head.weight", "model.norm.weight")
     candidate = Candidate(Layout(dp_shard=2, zero_stage=2), 128)
     predictor = build_predictor(facts)
-    costs = StepCosts(facts, candidate, predictor.get_rates("bf16"), predictor.network)
+    costs = StepCosts(facts, candidate, predictor.get_rates(candidate), predictor.network)
     traffic = compute_rank_traffic(costs, StageLoad((4,)))
     assert traffic.last_reduce_seconds == pytest.approx(traffic.reduce_seconds / 4)
 

@@ -12,11 +12,13 @@ import torch
 
 from shardwright.architecture import read_config
 from shardwright.config.low_precision import (
+    FP8Recipe,
     FP8Section,
     LowPrecisionRecipe,
     NVFP4Section,
 )
 from shardwright.errors import InputError
+from shardwright.hardware import MatmulRate, MeasuredProfile, ScaledProductRate
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.model import Decoder
@@ -48,6 +50,7 @@ from shardwright.planner.rates.calibration import load_efficiencies
 from shardwright.planner.rates.device_rates import DeviceRates
 from shardwright.planner.rates.efficiency import Efficiency
 from shardwright.planner.time.compute import compute_layer_seconds
+from shardwright.planner.time.layer_matmuls import get_layer_matmul_seconds
 from shardwright.planner.time.memory_traffic import (
     count_quantisation_bytes,
     count_repeated_quantisation_bytes,
@@ -116,14 +119,17 @@ def test_shares_follow_targets_and_exclusions() -> None:
         return build_scaled_shares(shape, FP8Section(**section))
 
     rows = partial(CodeGathers, "rowwise_with_gw_hp")
-    assert build() == ScaledShares(1.0, 1.0, 0.0, True, spanning=ROWS, code_gathers=rows(1.0))
+    default = ScaledShares(
+        1.0, 1.0, 0.0, True, spanning=ROWS, code_gathers=rows(1.0), recipe="rowwise_with_gw_hp"
+    )
+    assert build() == default
     gated = build(recipe="mxfp8", targets=("mlp",))
     assert gated is not None
     assert gated.code_gathers is not None
     assert 0.5 < gated.code_gathers.share < 1.0
-    assert replace(gated, code_gathers=None) == ScaledShares(0.0, 1.0, 0.0, False)
+    assert replace(gated, code_gathers=None, recipe=None) == ScaledShares(0.0, 1.0, 0.0, False)
     half = build(exclude=("model.layers.0.*",))
-    assert half == ScaledShares(0.5, 0.5, 0.0, True, spanning=ROWS, code_gathers=rows(0.5))
+    assert half == replace(default, attention=0.5, mlp=0.5, code_gathers=rows(0.5))
     thirds = build(exclude=("*.down_proj.weight",))
     assert thirds is not None
     assert thirds.mlp == pytest.approx(2 / 3)
@@ -152,6 +158,78 @@ def test_products_take_the_time_of_their_precision() -> None:
     half = make_candidate(LLAMA, recipe="tensorwise", exclude=("model.layers.0.*",))
     assert narrow < 0.7 * wide
     assert time_weight_gradients(half) == pytest.approx((wide + narrow) / 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "measured"),
+    [("tensorwise", "tensorwise"), ("rowwise", "rowwise"), ("rowwise_with_gw_hp", "rowwise")],
+)
+def test_measured_products_take_their_multiple_of_bf16(recipe: FP8Recipe, measured: str) -> None:
+    """With a profile, products take 1 / ratio of their time in bf16, and nothing else changes."""
+    facts = get_model_facts(read_config(LLAMA))
+    efficiency = replace(load_efficiencies().get_efficiency(H100.accelerator), kernel_seconds=0.0)
+    candidate = make_candidate(LLAMA, recipe=recipe)
+    wide = Candidate(Layout(), 2048, 4)
+
+    def build(*ratios: ScaledProductRate) -> Predictor:
+        profile = MeasuredProfile(
+            "H100",
+            None,
+            "today",
+            2**36,
+            1e15,  # no product waits for memory
+            matmuls=(MatmulRate("bf16", 4096, 4096, 4096, 6e14),),
+            scaled_products=ratios,
+        )
+        return Predictor(facts, replace(H100, profile=profile), efficiency)
+
+    def time_products(predictor: Predictor, candidate: Candidate) -> float:
+        rates = predictor.get_rates(candidate)
+        matmuls = get_layer_matmul_seconds(facts, facts.kinds[0], candidate, rates)
+        num_layers = sum(kind.count for kind in facts.kinds)
+        return num_layers * candidate.gradient_accumulation_steps * sum(matmuls[:3])
+
+    other = ScaledProductRate("mxfp8", 4096, 3.0)
+    assumed, slow, fast = (
+        build(other, *(ScaledProductRate(measured, 4096, ratio) for ratio in ratios))
+        for ratios in ((), (1.25,), (1.6,))
+    )
+    flops = time_products(slow, wide)
+    gradients = get_layer_matmul_seconds(facts, facts.kinds[0], wide, slow.get_rates(wide))
+    stays = flops * gradients.weight_gradients / sum(gradients[:3])
+    stays = stays if recipe == "rowwise_with_gw_hp" else 0.0
+    for predictor, ratio in ((slow, 1.25), (fast, 1.6)):
+        expected = stays + (flops - stays) / ratio
+        assert time_products(predictor, candidate) == pytest.approx(expected)
+        assert predictor.predict(wide) == assumed.predict(wide)
+    saved = slow.predict(candidate).time.compute - fast.predict(candidate).time.compute
+    assert saved == pytest.approx((flops - stays) * (1 / 1.25 - 1 / 1.6))
+    # Without a measurement the rate is that of the table, whatever other recipes reach.
+    bare = Predictor(facts, replace(H100, profile=build().cluster.profile), efficiency)
+    assert assumed.predict(candidate) == bare.predict(candidate)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "sentence"),
+    [((), "rates of products assumed"), ((1.55,), "products at 1.55 times the rate of bf16")],
+)
+def test_the_plan_says_if_rates_of_products_are_measured(
+    ratios: tuple[float, ...], sentence: str
+) -> None:
+    profile = MeasuredProfile(
+        "H100",
+        None,
+        "today",
+        2**36,
+        2e12,
+        scaled_products=tuple(ScaledProductRate("rowwise", 4096, ratio) for ratio in ratios),
+    )
+    recipe = build_recipe(precision="fp8", layout={"auto": True})
+    result = plan_recipe(recipe, replace(H100, profile=profile))
+    assert result.product_rates is not None
+    assert result.product_rates.startswith(f"fp8 rowwise_with_gw_hp: {sentence}")
+    plain = build_recipe(precision="bf16", layout={"auto": True})
+    assert plan_recipe(plain, replace(H100, profile=profile)).product_rates is None
 
 
 def test_every_product_quantises_both_of_its_operands() -> None:
@@ -205,7 +283,7 @@ def test_working_operands_are_quantised_once_per_step() -> None:
     ):
         assert count_repeated_quantisation_bytes(facts, facts.kinds[0], each) == num_bytes
     step, repeated = (predictor.predict(each).time for each in (accumulated, never))
-    rates = predictor.get_rates("fp8")
+    rates = predictor.get_rates(accumulated)
     num_layers = sum(kind.count for kind in facts.kinds)
     codes = rates.time_copy(num_layers * sum(once))
     matrices = facts.count_elements(Layout()).layers[0].local_matrices
@@ -357,7 +435,7 @@ def test_4_bit_products_have_their_own_rates_and_casts() -> None:
     shares = build_scaled_shares(read_config(LLAMA), NVFP4)
     spanning = SpanningScales("rows", "tensors", "tensors")
     plain = ScaledShares(1.0, 1.0, 0.0, True, has_4bit_operands=True, spanning=spanning)
-    plain = replace(plain, code_gathers=CodeGathers("nvfp4", 1.0))
+    plain = replace(plain, code_gathers=CodeGathers("nvfp4", 1.0), recipe="nvfp4")
     assert shares == replace(plain, has_stochastic_gradients=True)
     candidate = Candidate(Layout(), 2048, 4, precision="nvfp4", scaled_shares=shares)
     assert candidate.is_runnable

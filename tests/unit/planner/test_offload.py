@@ -191,6 +191,38 @@ def test_without_clipping_the_backward_pass_hides_an_update_on_the_host() -> Non
     assert not offload_costs.is_updated_in_backward(waiting)
 
 
+@pytest.mark.parametrize(
+    ("layout", "is_early"),
+    [
+        (Layout(dp_replicate=2), True),
+        (Layout(cp=2), True),
+        (Layout(dp_shard=2, zero_stage=1), True),
+        (Layout(pp=2), True),
+        (Layout(pp=2, dp_shard=2, zero_stage=1), True),
+        (Layout(pp=2, dp_replicate=2), False),
+        (Layout(pp=2, schedule="zb_h1"), False),
+    ],
+)
+def test_the_backward_pass_hides_gradients_that_leave_one_by_one(
+    layout: Layout, is_early: bool
+) -> None:
+    template = build_template(build_recipe(offload={"optimizer": "host", "update_on": "host"}))
+    without, hidden = (
+        offload_costs.compute_host_update_seconds(
+            replace(template, layout=layout),
+            num_elements=25e9 / 8,  # gradients and weights leave in one second
+            num_offloaded=0.0,
+            moved_bytes=0.0,
+            pass_seconds=(10.0, backward_seconds),
+            profile=None,
+            first_share=0.0,
+            num_layers=10,
+        )
+        for backward_seconds in (0.0, 2.0)
+    )
+    assert without - hidden == pytest.approx(1.0 if is_early else 0.0)
+
+
 RATES = TierRates(
     host_link_bytes_per_second=20e9,
     host_memory_bytes_per_second=200e9,

@@ -18,6 +18,7 @@ from shardwright.config.recipe import RecomputeMode
 from shardwright.hardware.catalog_loading import parse_cluster
 from shardwright.layout import Layout
 from shardwright.planner.candidate import Candidate, LowRankAdapter
+from shardwright.planner.explanation import explain
 from shardwright.planner.low_precision import build_scaled_shares
 from shardwright.planner.memory.activations import get_layer_activations
 from shardwright.planner.model_costs import ModelFacts
@@ -30,6 +31,7 @@ from shardwright.planner.search.choice_costs import ChoiceCosts
 from shardwright.planner.search.divisibility import explain_layout_conflict
 from shardwright.planner.search.result import (
     EQUAL_STEP_SHARE,
+    SearchResult,
     build_layout_key,
     measure_complexity,
     select_simplest,
@@ -448,6 +450,25 @@ def test_the_simplest_has_the_fewest_axes_then_the_lowest_zero_stage_then_less_t
     assert select_simplest([fastest, sharded, slow]) is sharded
     assert select_simplest([slow, fastest]) is fastest
     assert select_simplest([]) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.0004, "is as fast as "), (1.02, "is only 2.0% slower than the fastest (")],
+)
+def test_the_explanation_compares_the_simplest_with_the_fastest(seconds: float, text: str) -> None:
+    predictor = Predictor(ModelFacts(models.read_shape("llama")), models.make_cluster(4), SMALL)
+    fast = predictor.predict(Candidate(Layout(tp=2, pp=2), 128))
+    simple = predictor.predict(Candidate(Layout(tp=4), 128))
+    result = SearchResult(
+        [
+            replace(fast, time=TimeParts(compute=1.0)),
+            replace(simple, time=TimeParts(compute=seconds)),
+        ]
+    )
+    line = explain(predictor, PlanningProblem(fast.candidate, 4, 8), result)[0]
+    assert line.startswith(f"{simple.candidate.describe()} {text}{fast.candidate.describe()}")
+    assert line.endswith("and is simpler; predictions are not that precise.")
 
 
 def test_layouts_are_rejected_only_for_memory() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
+from shardwright.architecture import read_config
 from shardwright.errors import InputError
 from shardwright.hardware import Cluster, CollectiveRate, MatmulRate, MeasuredProfile
 from shardwright.layout import Layout
@@ -436,6 +438,22 @@ def test_a_window_fills_tiles_like_a_row_of_twice_its_keys() -> None:
         for half in (0.0, 128.0)
     )
     assert tiled / ideal == pytest.approx(1 + 128 / (2 * keys))
+
+
+def test_attention_of_latent_values_takes_the_time_of_their_padding() -> None:
+    """The kernels get values as wide as keys (48); other trainers' get the values' own width."""
+
+    rates = DeviceRates(models.make_cluster(1), IDEAL, "bf16")
+
+    def time_attention(value_dim: int, **options: Any) -> float:
+        facts = ModelFacts(read_config(models.CONFIGS["deepseek_v3"] | {"v_head_dim": value_dim}))
+        candidate = Candidate(Layout(), 512, 8, **options)
+        return compute_layer_seconds(facts, facts.kinds[0], candidate, rates).attention_forward
+
+    assert time_attention(32) == time_attention(48)
+    others = {"engine": FrameworkConventions()}
+    ratio = time_attention(32, **others) / time_attention(48, **others)
+    assert ratio == pytest.approx((48 + 32) / (48 + 48))
 
 
 def test_fp8_operands_are_cast_from_bf16_and_the_head_stays_bf16() -> None:

@@ -80,6 +80,18 @@ def test_context_parallelism_sends_the_bytes_measured_on_real_ranks(
     assert count_sent_bytes("ulysses") == pytest.approx((heads_bytes, heads_bytes))
 
 
+def test_ulysses_sends_latent_values_with_their_padding() -> None:
+    """Queries, keys, values and outputs are as wide as keys."""
+    facts = ModelFacts(models.read_shape("deepseek_v3"))
+    layout = Layout(cp=2, cp_method="ulysses")
+    network: Any = ByteCountingNetwork()
+    seconds = _compute_context_seconds(
+        facts, Candidate(layout, TOKENS, ROWS), network, build_groups(layout)["cp"]
+    )
+    sent_bytes = ROWS * TOKENS / 2 * 8 * 4 * 48 * 2 / 2
+    assert seconds[:2] == pytest.approx((sent_bytes, sent_bytes))
+
+
 RECIPES = FrameworkConventions("recipes", has_node_dispatch=True)
 
 
@@ -256,6 +268,7 @@ def test_auto_takes_the_order_with_the_shortest_predicted_step(
         chosen, reason = choose_expert_dispatch(predictor, candidate)
         assert chosen.layout.expert_dispatch == expected
         assert reason.startswith("predicted step: whole ")
+        assert reason.endswith("where the host delays the GPU")
         assert "deep_ep" not in reason
     assert min(seconds.values()) == seconds[expected]
 

@@ -18,6 +18,7 @@ from shardwright.telemetry.event_log import (
     RestartEvent,
     WarningEvent,
 )
+from shardwright.telemetry.sinks import describe_event
 from tests.unit.report.pages import PageParser, render
 from tests.unit.report.samples import falling, make_step, write_events, write_run
 from tests.unit.telemetry.samples import make_start_event
@@ -80,6 +81,26 @@ def test_a_restart_replaces_the_failure_that_it_followed(
     assert (restart in printed, restart in page) == (is_restarted, is_restarted)
     assert ("failed on rank 0: lost a peer" in printed) == (not is_restarted)
     assert ('"notice bad"' in page) == (not is_restarted)
+
+
+def test_the_launcher_corrects_the_failure_of_the_same_start_only(tmp_path: Path) -> None:
+    lost = FailureEvent(rank=0, message="lost a peer")
+    cause = FailureEvent(message="rank 1 was killed")
+    start = [make_start_event(), make_step(1, 2.0)]
+    run = load_runs([write_events(tmp_path / "run", [*start, lost, cause])])[0]
+    assert [event.message for event in run.log.filter_by_type(FailureEvent)] == [
+        lost.message,
+        cause.message,
+    ]
+    assert list(map(describe_event, run.interruptions)) == ["failed: rank 1 was killed"]
+    restart = RestartEvent(number=1, max_restarts=2, world_size=1, reason="rank 2 was killed")
+    events = [*start, lost, cause, *start, restart, *start, lost]
+    run = load_runs([write_events(tmp_path / "resumed", events)])[0]
+    assert list(map(describe_event, run.interruptions)) == [
+        "failed: rank 1 was killed",
+        "restart 1 of at most 2, 1 rank: rank 2 was killed",
+        "failed on rank 0: lost a peer",
+    ]
 
 
 def replace_values(run: Path, **values: object) -> None:

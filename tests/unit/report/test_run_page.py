@@ -402,7 +402,7 @@ def test_precision_optimizer_and_offloading_are_named(tmp_path: Path) -> None:
     assert "<dt>offload</dt><dd>none</dd>" in both
 
 
-def test_the_terminal_summary_names_precision_optimizer_and_offloading(tmp_path: Path) -> None:
+def test_the_terminal_summary_names_the_settings(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", 5, recipe=SETTINGS))
     lines = describe_run(run, summarise_run(run))
     assert lines[2:5] == [
@@ -410,10 +410,29 @@ def test_the_terminal_summary_names_precision_optimizer_and_offloading(tmp_path:
         "  optimizer       muon",
         f"  offload         {OFFLOADED}",
     ]
+    assert not any("adapters" in line for line in lines)  # older runs do not record them
+    for section, text in (
+        ({"kind": "dora", "rank": 4, "quantize": None}, "dora of rank 4"),
+        ({"kind": None, "rank": None, "quantize": "nf4"}, "lora of rank 16, base in nf4"),
+        ({"kind": None, "rank": None, "path": "folder"}, "from folder"),
+        (None, "none"),
+    ):
+        recipe = SETTINGS | {"adapters": section}
+        adapted = load_run(write_run(tmp_path / text, 5, recipe=recipe))
+        assert f"  adapters        {text}" in describe_run(adapted, summarise_run(adapted))
     old = load_run(write_run(tmp_path / "old", 5))
     text = "\n".join(describe_run(old, summarise_run(old)))
     assert "precision" not in text
     assert "<dt>precision</dt><dd>not recorded</dd>" in render(tmp_path / "old")
+
+
+def test_long_facts_of_the_terminal_summary_continue_in_a_second_line(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "run", 5))
+    summary = summarise_run(run) | {"precision": " ".join(["word"] * 30)}
+    lines = describe_run(run, summary)
+    assert lines[2] == "  precision       " + " ".join(["word"] * 16)
+    assert lines[3] == " " * 18 + " ".join(["word"] * 14)
+    assert max(map(len, lines)) <= 100
 
 
 def test_ten_numbers_of_the_head_are_two_rows_of_five() -> None:

@@ -79,8 +79,8 @@ def build_recipe(folder: Path, *, run: str = "run", **sections: Any) -> Recipe:
         ({"data": {"padding": "max_length"}}, 1, None, ""),
         ({"data": {"packing": "documents"}}, 1, 8, ""),
         ({"model": {"compile": True}}, 1, 8, ""),
-        ({"model": {"compile": True}, "layout": {"cp": 2}}, 2, None, "model.compile"),
-        ({"model": {"compile": True}, "layout": {"tp": 2}}, 2, None, "model.compile"),
+        ({"model": {"compile": True}, "layout": {"cp": 2}}, 2, 8, ""),
+        ({"model": {"compile": True}, "layout": {"tp": 2}}, 2, 8, ""),
         (
             {"model": {"config": CONFIG | EXPERTS}, "moe": {"capacity_factor": 1.0}},
             1,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.control_characters import escape_control_characters
@@ -23,16 +22,28 @@ def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return _LiteralConsole(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table in the width of the console, but at least in 80 columns.
+def print_table(
+    console: Console, table: RenderableType, *, min_width: int = _MIN_TABLE_WIDTH
+) -> None:
+    """Print a table without spaces at the ends of its lines.
 
-    rich leaves out columns for which a narrower terminal has no space, names of layouts for
-    example. The terminal wraps longer lines.
+    rich leaves out columns for which a narrow terminal has no space, names of layouts for example.
+    So the table has at least `min_width` columns, and the terminal wraps longer lines.
     """
-    options = console.options.update(width=max(console.width, _MIN_TABLE_WIDTH))
+    options = console.options.update(width=max(console.width, min_width))
     lines = console.render_lines(table, options, pad=False)
-    segments = [segment for line in lines for segment in (*line, Segment.line())]
+    segments = [segment for line in lines for segment in (*_strip_end(line), Segment.line())]
     console.print(Segments(segments), end="", crop=False, soft_wrap=True)
+
+
+def _strip_end(line: list[Segment]) -> list[Segment]:
+    """Return a line without the spaces with which rich fills its last columns."""
+    stripped = list(line)
+    while stripped:
+        last = stripped.pop()
+        if text := last.text.rstrip(" "):
+            return [*stripped, Segment(text, last.style)]
+    return []
 
 
 class _LiteralConsole(Console):

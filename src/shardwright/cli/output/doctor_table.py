@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.cli.output.console import print_table
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         verdict: sum(finding.verdict == verdict for finding in findings)
         for verdict in _VERDICT_STYLES
     }
-    summary = Text.assemble(
-        *(
-            (f"{count} {verdict}  ", _VERDICT_STYLES[verdict] if count else "dim")
-            for verdict, count in counts.items()
-        )
+    summary = Text("  ").join(
+        Text(f"{count} {verdict}", _VERDICT_STYLES[verdict] if count else "dim")
+        for verdict, count in counts.items()
     )
     console.print()
     console.print(summary)
@@ -69,7 +68,7 @@ def _print_lines(console: Console, findings: Sequence[Finding], is_narrow: bool)
         if finding.verdict != "pass":
             value.append(f"\n-> {finding.remedy}", style=style)
         table.add_row(Text(f"  {finding.verdict}", style=style), Text(finding.name), value)
-    console.print(table)
+    print_table(console, table, min_width=_STACKED_COLUMNS)
 
 
 def _print_stacked(console: Console, findings: Sequence[Finding]) -> None:
@@ -96,10 +95,11 @@ def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: boo
         where = "" if per_node == numbers["num_ranks"] else f", {per_node} per node"
         peak = numbers["peak_bytes_per_second"]
         peak_note = "" if peak is None else f"; {numbers['link']} has a peak of {peak / 1e9:.3g}"
-        console.print(
+        head = Text(
             f"  over {axis}: {numbers['num_ranks']} ranks{where}; "
             f"bus bandwidth in GB/s by message size{peak_note}"
         )
+        print_table(console, head, min_width=0)
         sizes, num_omitted = _select_sizes(members, console.width, has_peak_column=peak is not None)
         table = Table(box=None, pad_edge=False, padding=(0, 1))
         table.add_column("", width=6, no_wrap=True)
@@ -110,7 +110,7 @@ def _print_traffic(console: Console, findings: Sequence[Finding], is_narrow: boo
             table.add_column("of peak", justify="right", no_wrap=True)
         for finding in members:
             table.add_row(*_build_traffic_row(finding, sizes, peak))
-        console.print(table)
+        print_table(console, table, min_width=_STACKED_COLUMNS)
         if num_omitted:
             console.print(
                 f"  {num_omitted} more sizes in a wider terminal, or with --json", style="dim"

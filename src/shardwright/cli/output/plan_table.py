@@ -180,10 +180,9 @@ def _print_layouts(console: Console, result: PlanningResult, recipe: Recipe) -> 
         console.print(
             f"!: tight: fits as predicted, but with a probability below {MIN_FIT_PROBABILITY:.0%}"
         )
-    if any(prediction.candidate.precision in ("fp8", "nvfp4") for prediction in result.predictions):
+    if result.product_rates is not None:
         console.print(
-            "fp8, nvfp4: rates from published runs of other trainers, casts as made by this one; "
-            "not measured here. What `train` emulates is far slower (docs/low-precision.md)"
+            f"{result.product_rates}. What `train` emulates is far slower (docs/low-precision.md)"
         )
     if result.missing_kernels is not None:
         console.print(f"warning: {result.missing_kernels}", style="yellow")

@@ -6,10 +6,12 @@ The examination reduces or omits problems that take too long
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -34,6 +36,7 @@ from shardwright.hardware import (
     ElementwiseRate,
     MatmulRate,
     MeasuredProfile,
+    ScaledProductRate,
 )
 from shardwright.hardware.collective_rate import CollectiveKind
 from shardwright.layout import Layout
@@ -152,12 +155,23 @@ def build_profile(diagnosis: Diagnosis, request: ExaminationRequest) -> Measured
         handoff_seconds=median(handoffs) if handoffs else None,
         tiers=build_tiers(rates, diagnosis.device_kind),
         num_cores=_find_fewest_cores(diagnosis),
+        scaled_products=_build_scaled_rates(rates.get("scaled_products", ())),
         software={
             "shardwright": __version__,
             "torch": torch.__version__,
             "layout": str(request.layout),
         },
     )
+
+
+def _build_scaled_rates(rates: Iterable[dict[str, Any]]) -> tuple[ScaledProductRate, ...]:
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for rate in rates:
+        if rate["kernel_flops_per_second"] is not None:
+            ratios.setdefault((rate["recipe"], rate["side"]), []).append(
+                rate["kernel_flops_per_second"] / rate["bf16_flops_per_second"]
+            )
+    return tuple(ScaledProductRate(*key, median(values)) for key, values in ratios.items())
 
 
 def _find_fewest_cores(diagnosis: Diagnosis) -> float | None:

@@ -75,18 +75,24 @@ class LayerKernel(NamedTuple):
     block_mask: flex.BlockMask | None = None
 
 
-def find_kernel_support(device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelSupport:
-    """Find which kernels this device and this torch have for a precision and a head size."""
+def find_kernel_support(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> KernelSupport:
+    """Find which kernels this device and this torch have for a precision and sizes of heads."""
     if device.type != "cuda":
         return KernelSupport(
             f"it has no kernel on {device.type}",
             f"torch {torch.__version__} has no backward pass of FlexAttention on {device.type}",
         )
-    return KernelSupport(_find_missing_varlen(device, dtype, head_dim), _find_missing_flex(dtype))
+    return KernelSupport(
+        _find_missing_varlen(device, dtype, head_dim, value_dim), _find_missing_flex(dtype)
+    )
 
 
-def _find_missing_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    limit = find_flash_limit(str(dtype).removeprefix("torch."), head_dim)
+def _find_missing_varlen(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> str | None:
+    limit = find_flash_limit(str(dtype).removeprefix("torch."), head_dim, value_dim)
     if limit is not None:
         return limit
     capability = torch.cuda.get_device_capability(device)

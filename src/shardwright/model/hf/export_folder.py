@@ -33,12 +33,12 @@ def check_export_folder(
     """
     folder = Path(os.path.realpath(out))
     if folder.exists() and not folder.is_dir():
-        raise InputError("this is a file; an export needs a folder", field="out", got=out)
+        raise InputError("this is a file; an export needs a folder", field="--out", got=out)
     remedy = "Name another folder"
     if folder.is_dir() and Path.cwd().is_relative_to(folder):
         raise InputError(
             "this is the current folder or contains it, and an export replaces its folder",
-            field="out",
+            field="--out",
             got=out,
             remedy=remedy,
         )
@@ -47,7 +47,7 @@ def check_export_folder(
     if not should_overwrite:
         raise InputError(
             "the folder is not empty",
-            field="out",
+            field="--out",
             got=out,
             remedy=f"{remedy}, or use --overwrite",
         )
@@ -55,14 +55,14 @@ def check_export_folder(
         if Path(os.path.realpath(source)) == folder:
             raise InputError(
                 "the export reads this folder, so --overwrite does not replace it",
-                field="out",
+                field="--out",
                 got=out,
                 remedy=remedy,
             )
     if not _looks_exported(folder):
         raise InputError(
             "--overwrite would delete files that are not an export's",
-            field="out",
+            field="--out",
             got=out,
             allowed="a folder without folders in it, with config.json or adapter_config.json",
             remedy=f"{remedy}, or remove this one yourself",

@@ -5,7 +5,6 @@ Legend: E experts, M rows sorted by expert, D in, F out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ def multiply_grouped(x_MD: Tensor, weight: Tensor, counts_E: Tensor, *, transpos
 
     The first counts[0] rows belong to expert 0. `weight` is `[E, F, D]` if `transposed`, else
     `[E, D, F]`. Rows after those of the last expert are not read: their results, and the
-    gradients of their inputs, are undefined. `F.grouped_mm` does not
-    support float64 and requires rows that start at multiples of 16 bytes; otherwise a loop over
-    the experts runs, which synchronises with the host for the counts.
+    gradients of their inputs, are undefined. `F.grouped_mm` requires rows that start at multiples
+    of 16 bytes, so other widths (the rank of a small adapter) are padded with zeros. It does not
+    support float64, for which a loop over the experts runs, which synchronises with the host for
+    the counts.
 
     A custom operator contains both. It can be saved by selective recompute, compiled
     (`F.grouped_mm` does not compile for float32, and the loop reads numbers from the device)
@@ -81,8 +81,11 @@ def _multiply(
     x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
     matrices_EDF = weight.transpose(1, 2) if transposed else weight
-    if _is_grouped_mm_supported(x.dtype, weight.shape):
-        return F.grouped_mm(x, matrices_EDF, offs=_compute_offsets(counts))
+    if x.dtype in _GROUPED_DTYPES:
+        padded_EDF = _pad_widths(weight, 2)
+        padded_EDF = padded_EDF.transpose(1, 2) if transposed else padded_EDF
+        padded_MF = F.grouped_mm(_pad_widths(x, 1), padded_EDF, offs=_compute_offsets(counts))
+        return padded_MF[:, : matrices_EDF.shape[2]].contiguous()
     out_MF = x.new_empty(x.shape[0], matrices_EDF.shape[2])
     for rows, matrix, out in zip(
         *_split_by_expert(counts, x), matrices_EDF, *_split_by_expert(counts, out_MF), strict=True
@@ -94,8 +97,11 @@ def _multiply(
 @torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())
 def _weight_gradient(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Operator of `compute_grouped_weight_gradient`."""
-    if _is_grouped_mm_supported(x.dtype, (x.shape[1], y.shape[1])):
-        return F.grouped_mm(x.t(), y, offs=_compute_offsets(counts))
+    if x.dtype in _GROUPED_DTYPES:
+        padded = F.grouped_mm(
+            _pad_widths(x, 1).t(), _pad_widths(y, 1), offs=_compute_offsets(counts)
+        )
+        return padded[:, : x.shape[1], : y.shape[1]].contiguous()
     gradient_EDF = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
     for x_rows, y_rows, out in zip(*_split_by_expert(counts, x, y), gradient_EDF, strict=True):
         torch.mm(x_rows.t(), y_rows, out=out)
@@ -140,11 +146,13 @@ def _compute_gradients(
 _multiply.register_autograd(_compute_gradients, setup_context=_save_for_backward)
 
 
-def _is_grouped_mm_supported(dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Return True if `F.grouped_mm` supports matrices with these last two dims."""
-    return dtype in _GROUPED_DTYPES and all(
-        width * dtype.itemsize % _ROW_ALIGNMENT_BYTES == 0 for width in shape[-2:]
-    )
+def _pad_widths(tensor: Tensor, num_dims: int) -> Tensor:
+    """Pad the last dims with zeros to multiples of 16 bytes."""
+    multiple = _ROW_ALIGNMENT_BYTES // tensor.dtype.itemsize
+    missing = [-width % multiple for width in reversed(tensor.shape[-num_dims:])]
+    if not any(missing):
+        return tensor
+    return F.pad(tensor, [end for width in missing for end in (0, width)])
 
 
 def _compute_offsets(counts: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwright.architecture import attention_kernel
 from shardwright.architecture.attention_kernel import (
     MAX_SCORE_BYTES,
     AttentionKernelName,
@@ -134,7 +135,7 @@ def _count_tile_elements(facts: ModelFacts, candidate: Candidate) -> _TileElemen
         return _TileElements(queries, pairs, queries)
     heads = tokens * shape.num_heads / tp
     key_dim = shape.latent.nope_dim + shape.latent.rope_dim
-    value_dim = _get_latent_value_width(facts, candidate)
+    value_dim = get_attended_value_dim(facts, candidate)
     return _TileElements(heads * key_dim, heads * (key_dim + value_dim), heads * value_dim)
 
 
@@ -196,7 +197,7 @@ def _choose_kernel(
         candidate.compute_precision, "bfloat16"
     )
     support = KernelSupport(
-        find_flash_limit(dtype, shape.head_dim),
+        find_flash_limit(dtype, shape.head_dim, attention_kernel.get_attended_value_dim(shape)),
         "no float64" if dtype == "float64" else None,
     )
     return choose_attention_kernel(needs, support, candidate.attention).kernel
@@ -353,7 +354,7 @@ def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> 
     tokens = candidate.micro_batch_tokens
     heads = shape.num_heads / tp
     head_dim = latent.nope_dim + latent.rope_dim
-    attended_values = _get_latent_value_width(facts, candidate)
+    attended_values = get_attended_value_dim(facts, candidate)
     has_padding = attended_values > latent.value_dim
     latents = 2 * (latent.query_rank or 0) + 2 * latent.key_value_rank + latent.rope_dim
     # Non-rotary keys, and values: the result of one matmul.
@@ -377,10 +378,9 @@ def _compute_latent_attention_bytes(facts: ModelFacts, candidate: Candidate) -> 
     )
 
 
-def _get_latent_value_width(facts: ModelFacts, candidate: Candidate) -> int:
-    """Return the width of a head's values in attention: ours pads them to that of the keys."""
+def get_attended_value_dim(facts: ModelFacts, candidate: Candidate) -> int:
+    """Return the features of a value head in attention; only ours pads them."""
     latent = facts.shape.latent
-    assert latent is not None
-    if not candidate.engine.has_ordered_frees:
+    if latent is not None and not candidate.engine.has_ordered_frees:
         return latent.value_dim
-    return max(latent.value_dim, latent.nope_dim + latent.rope_dim)
+    return attention_kernel.get_attended_value_dim(facts.shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from shardwright.config.low_precision import LowPrecisionRecipe
 from shardwright.hardware import Cluster
+from shardwright.planner.low_precision import find_measured_ratio
 from shardwright.planner.rates.efficiency import Efficiency
 
 PEAK_PRECISIONS = {"fp8": "fp8", "nvfp4": "fp4"}
@@ -13,7 +15,14 @@ class DeviceRates:
     """Rates of a device in a candidate's precision: matmuls by shape, memory, attention. Caches
     matmul times."""
 
-    def __init__(self, cluster: Cluster, efficiency: Efficiency, precision: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        efficiency: Efficiency,
+        precision: str,
+        recipe: LowPrecisionRecipe | None = None,
+    ) -> None:
+        """`recipe`: recipe of quantised products, whose rate a profile may have."""
         accelerator = cluster.accelerator
         self.cluster = cluster
         self.efficiency = efficiency
@@ -40,6 +49,8 @@ class DeviceRates:
         self._high_precision = (
             DeviceRates(cluster, efficiency, "bf16") if self.is_low_precision else self
         )
+        self._ratio = find_measured_ratio(cluster, recipe) if self.is_low_precision else None
+        """Measured rate of products as a multiple of that of bf16."""
         self._matmul_cache: dict[tuple[float, float, float], float] = {}
         self._tile_shares: dict[tuple[float, ...], float] = {}
         self.layer_cache: dict[tuple[object, ...], object] = {}
@@ -61,6 +72,14 @@ class DeviceRates:
     def _time_matmul(self, m: float, n: float, k: float) -> float:
         if m <= 0 or n <= 0 or k <= 0:
             return 0.0
+        rate = self._compute_matmul_rate(m, n, k)
+        memory_seconds = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
+        return max(2.0 * m * n * k / rate, memory_seconds, self.efficiency.kernel_seconds)
+
+    def _compute_matmul_rate(self, m: float, n: float, k: float) -> float:
+        """Return FLOP/s: a measured multiple of bf16, a measured rate, or the fitted one."""
+        if self._ratio is not None:
+            return self._ratio * self._high_precision._compute_matmul_rate(m, n, k)
         efficiency = self.efficiency
         rate = None
         if self.cluster.profile is not None:
@@ -77,8 +96,7 @@ class DeviceRates:
                 * k
                 / (k + efficiency.k_half)
             )
-        memory_seconds = self.operand_bytes * (m * k + k * n + m * n) / self.bytes_per_second
-        return max(2.0 * m * n * k / rate, memory_seconds, efficiency.kernel_seconds)
+        return rate
 
     def compute_tile_share(self, *widths: float) -> float:
         """Return the share of the matmul rate at these matrix widths, by how well they fill

@@ -39,7 +39,7 @@ class Upgrade:
 def compute_levels(predictor: Predictor, plain: Candidate) -> list[list[Level]]:
     """Compute the levels of each kind of layer, from nothing kept to everything saved."""
     facts = predictor.facts
-    rates = predictor.get_rates(plain.precision)
+    rates = predictor.get_rates(plain)
     network = predictor.network
     groups = build_groups(plain.layout)
     orders: list[list[SavedResults]] = []

@@ -220,7 +220,7 @@ class DataTrafficBound:
         if candidate.working_weights == "auto":  # depends on micro-batches and recomputation
             candidate = replace(candidate, working_weights=True)
         step = StepCosts(
-            predictor.facts, candidate, predictor.get_rates(candidate.precision), predictor.network
+            predictor.facts, candidate, predictor.get_rates(candidate), predictor.network
         )
         is_single_stage = candidate.layout.pp == 1
         load = StageLoad(min_layers, has_embedding=is_single_stage, has_head=is_single_stage)

@@ -12,6 +12,7 @@ from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import Candidate
 from shardwright.planner.memory.attention_activations import (
     choose_planned_kernel,
+    get_attended_value_dim,
     has_dense_mask,
 )
 from shardwright.planner.model_costs import LayerKind, Matmul, ModelFacts, get_layer_recompute
@@ -329,7 +330,8 @@ def _time_attention_passes(
     tokens = float(candidate.micro_batch_tokens)
     row_tokens = candidate.document_tokens or candidate.sequence_length
     row_tokens = min(row_tokens, candidate.sequence_length)
-    widths = (shape.query_width + shape.value_width) / candidate.layout.tp
+    value_dim = get_attended_value_dim(facts, candidate)
+    widths = shape.num_heads * (shape.head_dim + value_dim) / candidate.layout.tp
     if choose_planned_kernel(facts, candidate, kind.shape.window) == "explicit":
         # Not fused: full rows of scores.
         tokens *= load

@@ -35,7 +35,10 @@ from shardwright.layout import Layout
 from shardwright.layout.degrees import MAX_TENSOR_CHUNKS
 from shardwright.layout.saved_results import ResultName
 from shardwright.planner.candidate import EXCHANGE_INDEX_BYTES, Candidate
-from shardwright.planner.memory.attention_activations import resolve_context_method
+from shardwright.planner.memory.attention_activations import (
+    get_attended_value_dim,
+    resolve_context_method,
+)
 from shardwright.planner.model_costs import (
     LayerKind,
     ModelFacts,
@@ -264,9 +267,8 @@ def _compute_context_seconds(
     method = resolve_context_method(facts, candidate)
     if method == "ulysses":
         heads = per_token * (shape.query_width / tp + 2 * keys)
-        both = network.time_all_to_all(group, heads) + network.time_all_to_all(
-            group, per_token * shape.value_width / tp
-        )
+        outputs = per_token * shape.num_heads * get_attended_value_dim(facts, candidate) / tp
+        both = network.time_all_to_all(group, heads) + network.time_all_to_all(group, outputs)
         return both, both, False
     pair = 2 * keys * per_token
     gradients = pair * max(1.0, 4 / candidate.activation_bytes)

@@ -22,22 +22,9 @@ _MAX_ROWS = 16_384
 """Largest number of rows whose lengths are read, unless a step has more."""
 
 
-def has_short_rows(
-    recipe: Recipe,
-    layout: Layout,
-    packing: str,
-    expert_rules: ExpertRules | None,
-    *,
-    is_compiled: bool,
-) -> bool:
+def has_short_rows(recipe: Recipe, packing: str, expert_rules: ExpertRules | None) -> bool:
     """Return True if rows end with the longest of their micro-batch; log why if they cannot."""
     if packing == "windows" or recipe.data.padding == "max_length":
-        return False
-    if is_compiled and (layout.cp > 1 or layout.tp > 1):
-        logger.info(
-            "all rows are padded to training.sequence_length: "
-            "with layout.tp and layout.cp, model.compile compiles blocks for one length"
-        )
         return False
     if expert_rules not in (None, ExpertRules()):
         logger.info(
@@ -84,13 +71,8 @@ def read_training_rows(
     """
     num_rows = max(rows_per_step, min(MAX_STEPS * rows_per_step, _MAX_ROWS))
     dataset = data.train
-    is_short = has_short_rows(
-        recipe,
-        Layout(),
-        data.report.packing,
-        resolve_expert_rules(recipe.moe, shape),
-        is_compiled=False,
-    )
+    rules = resolve_expert_rules(recipe.moe, shape)
+    is_short = has_short_rows(recipe, data.report.packing, rules)
     is_packed = dataset.get_sample(0).document_ids is not None
     length = recipe.training.sequence_length
     return TrainingRows(

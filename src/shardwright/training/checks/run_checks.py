@@ -197,7 +197,7 @@ def validate_run(
         has_validation_data = data.validation is not None
         check_samples(recipe, shape, data.tokenizer, has_validation_data=has_validation_data)
     rules = resolve_expert_rules(recipe.moe, shape)  # raises for rules that the model cannot use
-    if has_short_rows(recipe, layout, data.report.packing, rules, is_compiled=plan.is_compiled):
+    if has_short_rows(recipe, data.report.packing, rules):
         plan = pad_to_longest_row(plan, recipe.data.pad_to_multiple_of)
     _check_work_balance(recipe, data)
     if recipe.data.assignment == "work":
